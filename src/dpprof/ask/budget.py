@@ -151,11 +151,7 @@ def budget(
 def _find(
     asked: Sequence[Experiment], privacy: Privacy, tokens: float, *, again: bool
 ) -> tuple[list[Result], NoisePlan]:
-    """Find capacities, and beside them the noise of a budget.
-
-    Raises:
-        InputError: No noise is known for it.
-    """
+    """Find capacities, and beside them the noise of a budget; refuse one without known noise."""
 
     def plan() -> NoisePlan:
         [noise] = account_once(Path(), privacy, [tokens], again=again)

@@ -80,11 +80,7 @@ def list_experiments(
 
 
 def _format_ranks(kind: Any, world_sizes: Sequence[int]) -> list[str | None]:
-    """Return ``parallel`` for each number of ranks; None for one process.
-
-    Raises:
-        InputError: ``kind`` says how many ranks there are, too.
-    """
+    """Return ``parallel`` for each number of ranks, None for 1; refuse a kind with a number."""
     if "world_size" in kind:
         why = f"{spell('world_sizes')} says how many ranks; leave world_size out"
         raise refuse(spell("parallel"), kind, why)

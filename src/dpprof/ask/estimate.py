@@ -71,7 +71,7 @@ class Predicted(Answer):
 
     def plot(self) -> Figure:
         """Draw the memory of a step by what holds it."""
-        return load_figure("step_memory", "plot")(self.result)
+        return load_figure("timeline:draw_one", "plot")(self.result)
 
     def to_json(self) -> str:
         """Return the result, as its file has it."""

@@ -147,12 +147,7 @@ def _predict_in(result: Result, loop: str) -> Result:
 
 
 def _read(peak: Peak) -> Result:
-    """Return a result; read it from its file, and check that it records what was live at the peak.
-
-    Raises:
-        InputError: It is no such result; the message names the file.
-        OSError: The file cannot be read.
-    """
+    """Return a result; of a file only one that records what was live at the peak."""
     if isinstance(peak, Predicted | Result):
         return peak.result if isinstance(peak, Predicted) else peak
     if not isinstance(peak, str | Path):

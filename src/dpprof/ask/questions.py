@@ -72,11 +72,7 @@ def make_experiment(options: Mapping[str, Any], *, for_question: bool = False) -
 
 
 def _move_task(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return fields with ``task`` as a key of the model, where it is given.
-
-    Raises:
-        InputError: The model is no Hugging Face model, or has a task already.
-    """
+    """Return fields with ``task`` as a key of the model; refuse one that cannot have it."""
     if "task" not in fields:
         return fields
     model, task = fields.get("model"), fields["task"]

@@ -67,11 +67,7 @@ def read_question(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
-    """Check that the files of an answer can be written.
-
-    Raises:
-        OSError: One cannot.
-    """
+    """Raise ``OSError`` where a file of an answer cannot be written."""
     for output in (arguments.json, arguments.csv):
         if output is not None:
             check_writable(output)

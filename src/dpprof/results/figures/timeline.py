@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.selection import choose_runs
 from dpprof.results.analysis.tables.axes import RUN_KEY
 from dpprof.results.analysis.tables.frames import rows_of
@@ -18,6 +19,7 @@ from dpprof.results.figures.panels import Panel, Panels, split
 _HEADROOM = 1.4  # height of the axis over the highest peak: room for its size and the phases
 _STRIP = 0.91  # the height at which the strip of phases begins, as a share of a panel's height
 _LETTER = 0.009  # width of a letter of a phase's name, as a share of a page's width
+_LETTER_ALONE = 0.01  # the same, as a share of the width of a figure of one panel
 _SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}
 
 
@@ -64,6 +66,27 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         for phase, methods in rows.groupby("phase", sort=False)
     )
     style.tell(figure, f"The peak is {peaks}.")
+    return figure
+
+
+def draw_one(result: Result) -> Figure:
+    """Live memory by owner over one steady-state step; the strip on top shows the phases.
+
+    The horizontal axis counts operators, not seconds. Owners below 0.5 % of the peak are left out.
+    """
+    assert result.memory is not None
+    assert result.memory.timeline is not None
+    timeline = result.memory.timeline
+    owned = pd.DataFrame(timeline.components)
+    owned = owned.reindex(columns=[*style.COMPONENT_COLOURS], fill_value=0)
+    highest = owned.sum(axis=1).max()
+    unit = style.choose_byte_unit(highest)
+    figure, axes = style.new_figure(row_inches=2.4)
+    step = owned.assign(ops=timeline.ops, phase=timeline.phase)
+    draw_step(axes[0, 0], step, unit, highest, _LETTER_ALONE)
+    axes[0, 0].set_ylim(0, highest / style.BYTE_UNITS[unit] * 1.2)
+    axes[0, 0].set_ylabel(f"live memory ({unit})")
+    share_legend(figure, style.COMPONENT_COLOURS)
     return figure
 
 

@@ -73,14 +73,7 @@ def _stamp(paths: Iterable[Path]) -> Stamps:
 
 
 class LivePage:
-    """``results/live.html`` of one sweep.
-
-    Args:
-        root: The folder that holds ``results``.
-
-    Raises:
-        InputError: There is no folder ``results``, or no sweep was planned in it.
-    """
+    """``results/live.html`` of the sweep in ``root``, which ``find_manifest`` may refuse."""
 
     def __init__(self, root: Path) -> None:
         find_manifest(root)
