@@ -28,7 +28,7 @@ def result(
 
 def ask(folder: Path, **times: float | None) -> Advice:
     named = {name.replace("_", "-"): step_s for name, step_s in times.items()}
-    return advise([result(folder, name, step_s) for name, step_s in named.items()], "h200", {})
+    return advise([result(folder, name, step_s) for name, step_s in named.items()], {})
 
 
 def test_methods_are_ranked_by_tokens_a_second_the_baseline_apart(tmp_path) -> None:
@@ -81,7 +81,7 @@ def test_a_ratio_of_an_unknown_time_is_null_with_a_reason(tmp_path) -> None:
 
 def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
     tight = result(tmp_path, "opacus-hooks", 0.1, safe_batch_size=None, safe_peak_bytes=None)
-    advice = advise([tight, result(tmp_path, "opacus-ghost", 9.0)], "h200", {})
+    advice = advise([tight, result(tmp_path, "opacus-ghost", 9.0)], {})
 
     assert advice.best.method == "opacus-ghost"
     assert {o.method: o.verdict for o in advice.options}["opacus-hooks"] == "tight"
@@ -89,7 +89,7 @@ def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
 
 def test_without_a_predicted_time_methods_that_fit_are_not_ranked(tmp_path) -> None:
     found = result(tmp_path, "opacus-hooks", 1.0)
-    advice = advise([found.model_copy(update={"time": None})], "this machine", {})
+    advice = advise([found.model_copy(update={"time": None})], {})
 
     assert advice.best is None
     assert advice.options[0].verdict == "unranked"
@@ -105,7 +105,7 @@ def test_a_method_with_a_wrong_gradient_is_never_advised(tmp_path) -> None:
     failed = Standing(verified=False, reason="relative error of the gradient: 1.0e-02")
     passed = Standing(verified=True, reason=None)
     standings = dict(zip((r.experiment_id for r in results), (failed, passed), strict=False))
-    advice = advise(results, "h200", standings)
+    advice = advise(results, standings)
 
     assert [(o.method, o.verdict, o.verified) for o in advice.options] == [
         ("opacus-ghost", "first", True),
@@ -123,7 +123,7 @@ def test_the_mechanism_is_told_and_what_is_not_private_is_no_advice(tmp_path) ->
         one.experiment_id: Standing(True, None, mechanism=mechanisms.get(one.experiment.method))
         for one in results
     }
-    advice = advise(results, "h200", standings)
+    advice = advise(results, standings)
 
     assert advice.best.method == "opacus-adaptive"
     assert {o.method: (o.private, o.mechanism) for o in advice.options} == {
@@ -150,7 +150,7 @@ def test_each_method_counts_with_the_checkpointing_that_trains_fastest(tmp_path,
         result(tmp_path, "flash", step_s, way, safe_batch_size=safe.get(way, 8))
         for way, step_s in times.items()
     ]
-    advice = advise([*flash, result(tmp_path, "opacus-ghost", 9.0)], "h200", {})
+    advice = advise([*flash, result(tmp_path, "opacus-ghost", 9.0)], {})
     options = {option.method: option for option in advice.options}
 
     assert advice.checkpointing == "best"
@@ -170,7 +170,7 @@ def test_without_a_predicted_time_the_larger_safe_batch_decides(tmp_path) -> Non
         result(tmp_path, "flash", None, way, "ok", safe_batch_size=safe)
         for way, safe in ways.items()
     ]
-    [option] = advise(untimed, "this machine", {}).options
+    [option] = advise(untimed, {}).options
 
     assert (option.checkpointing, option.safe_batch_size) == ("reentrant", 9)
 
@@ -190,13 +190,13 @@ def test_one_more_sample_costs_what_the_nearest_peaks_differ_by(tmp_path, case) 
     flash = make_experiment(method="flash")
     fast = write_synthetic(tmp_path, flash, instrument="capacity", recorded=found)
     slow = result(tmp_path, "opacus-ghost", 9.0)
-    sample = advise([slow, fast], "h200", {}).one_more_sample
+    sample = advise([slow, fast], {}).one_more_sample
 
     assert (sample.sample_bytes, sample.phase) == (costs, "backward")
     assert list(sample.peak_shares) == ["saved_activations", "parameters", "logits_and_loss"]
     assert list(sample.peak_shares.values()) == pytest.approx([0.6, 0.2, 0.2])
-    assert advise([slow], "h200", {}).one_more_sample is None  # it does not say what its peak is
+    assert advise([slow], {}).one_more_sample is None  # it does not say what its peak is
     alone = fast.model_copy(
         update={"capacity": fast.capacity.model_copy(update={"estimates": {8: 700}})}
     )
-    assert advise([alone], "h200", {}).one_more_sample is None
+    assert advise([alone], {}).one_more_sample is None

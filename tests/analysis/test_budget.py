@@ -32,7 +32,7 @@ def result(folder, method: str = "flash-bk", gpus: int = 1, outcome: str = "ok",
 
 def price(results, standings=None, noise=None, **fields) -> Budget:
     privacy = PRIVACY.model_copy(update=fields)
-    return make_budget(results, "h200", standings or {}, privacy, noise or make_noise(8.0))
+    return make_budget(results, standings or {}, privacy, noise or make_noise(8.0))
 
 
 def ask(folder, price_per_hour: float | None = 2.0, **methods) -> Budget:

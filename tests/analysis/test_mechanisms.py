@@ -33,9 +33,7 @@ def noise_of(mechanism, times=1.0, batch=64):
 
 
 def price(results, *planned):
-    priced = price_mechanisms(
-        results, ONE, make_noise(8.0), planned, target="h200", standing=Standing(True, None)
-    )
+    priced = price_mechanisms(results, ONE, make_noise(8.0), planned, Standing(True, None))
     return PricedMechanisms(priced), priced.mechanisms
 
 

@@ -120,7 +120,7 @@ def make(tmp_path, noise=None, **step):
         )
         for method, step_s in {"standard": 500.0, "flash-bk": 1000.0}.items()
     ]
-    return make_budget(results, "h200", {}, PRIVACY, noise or make_noise(8.0))
+    return make_budget(results, {}, PRIVACY, noise or make_noise(8.0))
 
 
 def test_people_see_hours_by_method_on_a_screen(tmp_path) -> None:

@@ -40,7 +40,6 @@ from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.advice import BEST, compare_gpus
 from dpprof.results.analysis.advice.advice import advise as rank
 from dpprof.results.analysis.standings import find_signs
-from dpprof.results.analysis.tables.axes import target_text
 from dpprof.system.files import check_writable
 
 _WAYS: tuple[str, ...] = get_args(Experiment.model_fields["checkpointing"].annotation)
@@ -172,12 +171,11 @@ def _rank(
     asked_first: Experiment, results: Sequence[Result], standings: Mapping[str, Standing]
 ) -> Advice:
     """Rank the methods on one number of ranks, with adapters and without."""
-    target = target_text(asked_first) or "this machine"
     asked = [result for result in results if result.experiment.lora == asked_first.lora]
     whole = [result for result in results if result.experiment.lora != asked_first.lora]
-    advice = rank(asked, target, standings)
+    advice = rank(asked, standings)
     if whole:
-        advice = advice.model_copy(update={"whole": rank(whole, target, standings)})
+        advice = advice.model_copy(update={"whole": rank(whole, standings)})
     return advice
 
 

@@ -24,7 +24,7 @@ from dpprof.experiments.launch.accounting_run import account_once
 from dpprof.experiments.records.budget import Budget
 from dpprof.experiments.records.result import Result
 from dpprof.results.analysis.advice.budget import make_budget
-from dpprof.results.analysis.tables.axes import axes_of, target_text
+from dpprof.results.analysis.tables.axes import axes_of
 from dpprof.system.console import say
 
 
@@ -144,8 +144,7 @@ def budget(
         results, noise = _find(asked, privacy, tokens, again=again)
         if names:
             return price(fields, results, names, privacy, noise, standings=standings, again=again)
-        target = target_text(asked[0]) or "this machine"
-        return Priced(make_budget(results, target, standings, privacy, noise), asked[0])
+        return Priced(make_budget(results, standings, privacy, noise), asked[0])
 
 
 def _find(

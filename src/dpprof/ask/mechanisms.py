@@ -33,7 +33,6 @@ from dpprof.experiments.records.result import Result
 from dpprof.experiments.records.verdict import Standing
 from dpprof.results.analysis.advice.advice import describe
 from dpprof.results.analysis.advice.mechanisms import exceed_memory, price_mechanisms
-from dpprof.results.analysis.tables.axes import target_text
 from dpprof.system.words import three_digits
 
 ALL = "all"
@@ -212,9 +211,8 @@ def price(
         capacities = find_capacities(further, Path(), again=again) if further else []
         planned = planning.result()
     by_bands = {1: alone, **dict(zip(rest, capacities, strict=True))}
-    target = target_text(alone.experiment) or "this machine"
     standing = standings[alone.experiment_id]
-    prices = price_mechanisms(by_bands, privacy, noise, planned, target=target, standing=standing)
+    prices = price_mechanisms(by_bands, privacy, noise, planned, standing)
     return PricedMechanisms(prices)
 
 

@@ -38,11 +38,11 @@ _SHARED_AXES = (
 )
 
 
-def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
+def advise(results: Sequence[Result], standings: Mapping[str, Standing]) -> Advice:
     """Rank the methods of capacity results that differ only in the method and in checkpointing.
 
-    A failed result becomes an option that does not work. ``target`` is a name for display.
-    Standings are by the id of a result's experiment.
+    A failed result becomes an option that does not work. Standings are by the id of a result's
+    experiment.
     """
     experiment = results[0].experiment
     described = [(r, describe(r, standings.get(r.experiment_id, UNKNOWN))) for r in results]
@@ -67,7 +67,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     return Advice(
         model=experiment.model_name,
         gpus=experiment.world_size,
-        target=target,
+        target=axes["target"] or "this machine",
         budget_bytes=next((r.capacity.budget_bytes for r in results if r.capacity), None),
         options=tuple(judged),
         one_more_sample=_add_sample(advised[0]) if advised else None,
@@ -85,7 +85,7 @@ def list_advice(collected: Collected) -> list[dict[str, Any]]:
     """Return one row per option of every model, sequence length and target, best first."""
     rows = []
     for setting, results in group_capacities(collected):
-        advice = advise(results, setting["target"] or "this machine", collected.standings)
+        advice = advise(results, collected.standings)
         common = setting | {"budget_bytes": advice.budget_bytes}
         rows += [common | option.model_dump(exclude=WITHOUT_COLUMN) for option in advice.options]
     return rows

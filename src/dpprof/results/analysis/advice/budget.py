@@ -52,20 +52,19 @@ class Planned:
 
 def make_budget(
     results: Sequence[Result],
-    target: str,
     standings: Mapping[str, Standing],
     privacy: Privacy,
     noise: NoisePlan,
 ) -> Budget:
     """Price a privacy budget for capacity results that differ in the method and in ranks alone.
 
-    A failed result becomes a method without hours. ``target`` is a name for display. Standings are
-    by the id of a result's experiment. ``noise`` is what the budget asks for.
+    A failed result becomes a method without hours. Standings are by the id of a result's
+    experiment. ``noise`` is what the budget asks for.
     """
     by_gpus: dict[int, list[Result]] = defaultdict(list)
     for result in results:
         by_gpus[result.experiment.world_size].append(result)
-    advices = [advise(alike, target, standings) for alike in by_gpus.values()]
+    advices = [advise(alike, standings) for alike in by_gpus.values()]
     costs = [
         cost
         for alike, advice in zip(by_gpus.values(), advices, strict=True)
@@ -181,8 +180,7 @@ def list_budget(collected: Collected, planned: Planned) -> list[dict[str, Any]]:
             why = planned.reason or "its noise is not known"
             rows.append(setting | {"message": why})
             continue
-        target = setting["target"] or "this machine"
-        budget = make_budget(results, target, collected.standings, planned.privacy, plan)
+        budget = make_budget(results, collected.standings, planned.privacy, plan)
         sizes = {r.experiment.method: r.model and r.model.parameters_total for r in results}
         rows += [
             setting | {"parameters_total": sizes[cost.method]} | cost.model_dump()

@@ -41,16 +41,14 @@ def price_mechanisms(
     privacy: Privacy,
     noise: NoisePlan,
     planned: Sequence[NoiseOfMechanism],
-    *,
-    target: str,
     standing: Standing,
 ) -> Mechanisms:
     """Price mechanisms, with the noise that is ``planned``, for capacity results of one method.
 
     ``results`` are by the number of bands, of which one is independent noise; ``bisr`` keeps and
     reads as much past noise as ``banded``. There is none of bands that ``exceed_memory``, or that
-    have a reason. ``noise`` is what the budget asks for with independent noise; ``target`` is a
-    name for display, ``standing`` the method's.
+    have a reason. ``noise`` is what the budget asks for with independent noise; ``standing`` is
+    the method's.
     """
     alone = results[1]
     epsilon = privacy.epsilon[0]
@@ -78,7 +76,7 @@ def price_mechanisms(
         else:
             fields["message"] = mechanism.reason or _TOO_LARGE
         costs.append(MechanismCost(**mechanism.model_dump(), **fields))
-    shared = advise([alone], target, {alone.experiment_id: standing}).model_dump(include=_SHARED)
+    shared = advise([alone], {alone.experiment_id: standing}).model_dump(include=_SHARED)
     return Mechanisms(
         **shared,
         method=alone.experiment.method,
