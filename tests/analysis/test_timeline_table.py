@@ -11,7 +11,7 @@ from dpprof.ask.commands.tables import main
 from dpprof.experiments.planning.planner import read_manifest
 from dpprof.results.analysis.collection import collect
 from dpprof.results.analysis.tables.axes import RUN_KEY
-from dpprof.results.analysis.tables.build import TimelineFile, build_tables
+from dpprof.results.analysis.tables.build import begin_timeline, build_tables
 from dpprof.results.analysis.tables.frames import TableFolder, rows_of
 
 
@@ -48,7 +48,7 @@ def test_tables_written_while_reading_have_the_bytes_of_whole_ones(tmp_path, man
 def test_a_result_that_was_told_is_kept_without_its_timeline(tmp_path, manifest) -> None:
     file = io.BytesIO()
     planned = read_manifest(manifest)
-    found = collect(planned, tmp_path, partial=False, on_result=TimelineFile(file).add).runs
+    found = collect(planned, tmp_path, partial=False, on_result=begin_timeline(file)).runs
 
     assert len(file.getvalue().splitlines()) == 10
     assert all(r.memory is None or r.memory.timeline is None for _, r in found)

@@ -13,7 +13,7 @@ from dpprof.experiments.planning.planner import Manifest, read_manifest
 from dpprof.experiments.records.result import drop_copies
 from dpprof.results.analysis.advice.budget import Planned
 from dpprof.results.analysis.collection import Collected, collect
-from dpprof.results.analysis.tables.build import TimelineFile, build_tables
+from dpprof.results.analysis.tables.build import begin_timeline, build_tables
 from dpprof.results.analysis.tables.columns import TABLES
 from dpprof.results.analysis.tables.frames import write_frame, write_sums
 from dpprof.system.console import say
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 planned_in=planned_in,
                 partial=arguments.partial,
                 ceilings=arguments.ceilings,
-                on_result=TimelineFile(file).add,
+                on_result=begin_timeline(file),
             )
         for error in collected.damaged:
             say(f"{error}; it is left out, since the report is partial")

@@ -1,7 +1,7 @@
 """Builds every table: tidy rows, all in bytes and seconds."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ from dpprof.results.analysis.tables.experiments import (
     tabulate_methods,
 )
 from dpprof.results.analysis.tables.findings import find_caveats
-from dpprof.results.analysis.tables.frames import make_frame, pick, write_rows
+from dpprof.results.analysis.tables.frames import make_frame, pick, write_frame
 from dpprof.results.analysis.tables.records import list_kernels, list_memory
 
 
@@ -177,17 +177,15 @@ def _list_ceilings(measured: Iterable[Ceilings]) -> Iterator[dict[str, Any]]:
         yield device | {"figure": "launch_s"} | launch
 
 
-class TimelineFile:
-    """The table as a CSV file, to which runs are added; the same bytes as those of its frame."""
+def begin_timeline(file: BinaryIO) -> Callable[[PlannedRun, Result], None]:
+    """Begin the table as a CSV file, and return what adds a run to it, so that no frame has all."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._columns = file, list(TABLES["timeline"].columns)
-        self._file.write(write_rows([self._columns]).encode())
+    def write(rows: Iterable[dict[str, Any]], *, header: bool = False) -> None:
+        frame = make_frame("timeline", rows)
+        file.write(write_frame("timeline", frame, header=header).encode())
 
-    def add(self, run: PlannedRun, result: Result) -> None:
-        """Add the instants of a run; nothing where it has none."""
-        rows = ([row[name] for name in self._columns] for row in list_instants(run, result))
-        self._file.write(write_rows(rows).encode())
+    write((), header=True)
+    return lambda run, result: write(list_instants(run, result))
 
 
 def list_instants(run: PlannedRun, result: Result) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,6 @@ in front, as OWASP advises. So does one that has apostrophes and then such a beg
 text can be restored. csvCell in the page's elements.js does the same.
 """
 
-import csv
 import hashlib
 import io
 import re
@@ -23,19 +22,13 @@ from dpprof.results.analysis.tables.columns import TABLES
 from dpprof.system.files import write_atomically
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
+_PROTECTED = re.compile(f"'{_FORMULA.pattern}")
 
 
-def write_rows(rows: Iterable[Iterable[Any]]) -> str:
-    """Return rows of cells as lines of CSV; None is an empty cell."""
-    text = _Lines()
-    csv.writer(text).writerows([_protect(cell) for cell in row] for row in rows)
-    return text.getvalue()
-
-
-def write_frame(table: str, frame: pd.DataFrame) -> str:
+def write_frame(table: str, frame: pd.DataFrame, *, header: bool = True) -> str:
     """Return a table's frame as CSV."""
-    text = _Lines()
-    _change_texts(table, frame, _protect).to_csv(text, index=False, lineterminator="\r\n")
+    text, protected = _Lines(), _change_texts(table, frame, _FORMULA, "'{}".format)
+    protected.to_csv(text, header=header, index=False, lineterminator="\r\n")
     return text.getvalue()
 
 
@@ -56,20 +49,16 @@ class _Lines(io.StringIO):
         return super().write(line.removesuffix("\r\n") + "\n")
 
 
-def _change_texts(table: str, frame: pd.DataFrame, change: Callable[[Any], Any]) -> pd.DataFrame:
+def _change_texts(
+    table: str, frame: pd.DataFrame, begins: re.Pattern[str], change: Callable[[str], str]
+) -> pd.DataFrame:
+    """Return a frame in which every text that begins in some way is another."""
     changed = {}
     for name in frame.columns.intersection(texts_of(table)):
-        others = {old: new for old in frame[name].unique() if (new := change(old)) is not old}
+        texts = (cell for cell in frame[name].unique() if isinstance(cell, str))
+        others = {text: change(text) for text in texts if begins.match(text)}
         changed[name] = frame[name].replace(others)
     return frame.assign(**changed)
-
-
-def _protect(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
-
-
-def _restore(cell: Any) -> Any:
-    return cell[1:] if isinstance(cell, str) and cell[:1] == "'" and _FORMULA.match(cell) else cell
 
 
 SUMS = "sha256sums.txt"  # the file of the checksums, as `sha256sum --check` reads it
@@ -132,7 +121,7 @@ def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
             path, dtype=texts, keep_default_na=False, na_values=[""], chunksize=rows
         )
         for part in [frame] if isinstance(frame, pd.DataFrame) else frame:
-            yield _change_texts(path.stem, part, _restore)
+            yield _change_texts(path.stem, part, _PROTECTED, lambda text: text[1:])
     except ValueError as error:
         raise InputError(f"{path}: is not a table ({error})") from None
 
