@@ -54,7 +54,8 @@ def advise(results: Sequence[Result], standings: Mapping[str, Standing]) -> Advi
     judged.sort(key=lambda o: (not o.private, o.verdict == "wrong", -(o.tokens_per_s or 0.0)))
     advised = [result for result, option in zip(results, options, strict=True) if option is fastest]
     axes = axes_of(experiment)
-    step = _find_step(results, judged)
+    predicted = (r.time.predicted_step_s for r in (*advised, *results) if r.time is not None)
+    step = next(filter(None, predicted), None)
     shared: dict[str, Any] = {name: axes[name] for name in _SHARED_AXES}
     if any(option.tokens_per_s_by_checkpointing for option in options):
         shared["checkpointing"] = BEST
@@ -224,17 +225,6 @@ def compare_options(option: Option | OnGpus, other: Option | OnGpus | None) -> R
         return Ratio(None, reason="there is nothing to compare with")
     unknown = [each.method for each in (option, other) if each.parts is None]
     return compare(option.parts, other.parts, f"no time is predicted of {' and '.join(unknown)}")
-
-
-def _find_step(results: Sequence[Result], options: Sequence[Option]) -> PredictedTime | None:
-    """Return the predicted step of the first method, else of any; None where there is none."""
-    first = next((o.method for o in options if o.verdict == "first"), None)
-    predicted = {
-        r.experiment.method: r.time.predicted_step_s
-        for r in results
-        if r.time is not None and r.time.predicted_step_s is not None
-    }
-    return predicted.get(first or "") or next(iter(predicted.values()), None)
 
 
 def _explain_time(results: Sequence[Result], step: PredictedTime | None) -> str:

@@ -196,8 +196,8 @@ def compare_folders(
         judged={name: judged[name] for name in options.metrics},
         figures=sorted(differing, key=_rank),
         not_comparable=unlike,
-        only_in_baseline=_list_only(baseline, candidate),
-        only_in_candidate=_list_only(candidate, baseline),
+        only_in_baseline=[Run(**k._asdict()) for k in baseline.runs if k not in both],
+        only_in_candidate=[Run(**k._asdict()) for k in candidate.runs if k not in both],
         explanations=list(_explain(baseline.path, candidate.path, pairs, differing)),
     )
 
@@ -302,7 +302,3 @@ def _rank(figure: ComparedFigure) -> tuple[int, bool, bool, float, str]:
     away = float("inf") if not ratio else max(ratio, 1 / ratio)
     order, ran = JUDGEMENTS.index(figure.judgement), figure.metric != "outcome"
     return order, ran, figure.part is not None, -away, figure.experiment_id
-
-
-def _list_only(side: ResultsFolder, other: ResultsFolder) -> list[Run]:
-    return [Run(**key._asdict()) for key in side.runs if key not in other.runs]
