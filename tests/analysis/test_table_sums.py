@@ -2,11 +2,10 @@
 
 import subprocess
 
-import pandas as pd
 import pytest
 
 from dpprof.experiments.config.validation import InputError
-from dpprof.results.analysis.tables.frames import SUMS, TableFolder, write_sums
+from dpprof.results.analysis.tables.frames import SUMS, TableFolder, rows_of, write_sums
 
 
 @pytest.fixture
@@ -53,4 +52,4 @@ def test_rows_of_a_table_that_was_edited_are_not_read_either(folder) -> None:
     (folder / "missing.csv").write_text("method\nghost\n")
 
     with pytest.raises(InputError, match=r"/missing\.csv: was cut or edited"):
-        TableFolder(folder).select("missing", pd.MultiIndex.from_tuples([("a", "clean", 0)]))
+        rows_of(TableFolder(folder), "missing", [("a", "clean", 0)])

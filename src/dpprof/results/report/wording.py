@@ -105,9 +105,7 @@ def count_failures(runs: pd.DataFrame) -> str:
 
 def rounded(value: float | None) -> str:
     """Return a figure with three significant digits, and no more: ``14,700,000``."""
-    if value is None or pd.isna(value):
-        return "-"
-    return significant(float(f"{value:.3g}"))
+    return significant(None if pd.isna(value) else float(f"{value:.3g}"))
 
 
 def number(value: float | None, unit: float = 1.0, digits: int = 1) -> str:

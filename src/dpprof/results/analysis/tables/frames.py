@@ -133,9 +133,9 @@ class TableFolder(dict[str, pd.DataFrame]):
         self._folder = folder
 
     def __missing__(self, name: str) -> pd.DataFrame:
-        return self.setdefault(name, read_table(self._check(name)))
+        return self.setdefault(name, read_table(self.check(name)))
 
-    def _check(self, name: str) -> Path:
+    def check(self, name: str) -> Path:
         """Return the path of a table that is as ``write_sums`` found it.
 
         Raises:
@@ -153,11 +153,6 @@ class TableFolder(dict[str, pd.DataFrame]):
             raise InputError(f"{path}: was cut or edited after it was written; {_AGAIN}")
         return path
 
-    def select(self, name: str, runs: pd.MultiIndex) -> pd.DataFrame:
-        """Return a table's rows of some runs; the others are never held together."""
-        parts = _read_parts(self._check(name), _PART)
-        return pd.concat([_select(part, runs) for part in parts], ignore_index=True)
-
 
 def rows_of(
     tables: Mapping[str, pd.DataFrame], name: str, runs: Iterable[tuple[str, str, int]]
@@ -171,12 +166,11 @@ def rows_of(
     """
     index = pd.MultiIndex.from_tuples(list(runs), names=RUN_KEY)
     if isinstance(tables, TableFolder):
-        return tables.select(name, index)
-    return _select(tables[name], index)
-
-
-def _select(rows: pd.DataFrame, runs: pd.MultiIndex) -> pd.DataFrame:
-    return rows[pd.MultiIndex.from_frame(rows[RUN_KEY]).isin(runs)]
+        parts = _read_parts(tables.check(name), _PART)
+    else:
+        parts = iter([tables[name]])
+    chosen = (part[pd.MultiIndex.from_frame(part[RUN_KEY]).isin(index)] for part in parts)
+    return pd.concat(chosen, ignore_index=True)
 
 
 def naming_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:
