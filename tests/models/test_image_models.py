@@ -6,7 +6,7 @@ from factory import make_experiment
 
 from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.models.build import build_model
-from dpprof.subjects.models.vision_transformer import VisionTransformer, VisionTransformerSize
+from dpprof.subjects.models.vision_transformer import VisionTransformerSize
 
 PARAMETERS = {
     "opacus-cnn": 26_010,  # Opacus's MNIST example
@@ -43,7 +43,7 @@ def test_images_of_other_sizes_have_logits_too_and_no_sample_sees_another(name) 
 
 def test_a_vision_transformer_cuts_patches_as_a_convolution_does() -> None:
     size = VisionTransformerSize(patch=4, d_model=6, layers=1, heads=2, classes=3)
-    model = VisionTransformer(size, 12, "sdpa", "none")
+    model = size(make("vit-b16", image_size=12))
     x_BCHW = torch.randn(2, 3, 12, 12)
     kernel = model.patches.weight.view(6, 3, 4, 4)
     expected = torch.nn.functional.conv2d(x_BCHW, kernel, model.patches.bias, 4)
@@ -56,13 +56,13 @@ def test_a_vision_transformer_cuts_patches_as_a_convolution_does() -> None:
 def test_every_attention_lets_a_patch_see_all_others() -> None:
     torch.manual_seed(0)
     size = VisionTransformerSize(patch=4, d_model=6, layers=1, heads=2, classes=3)
-    model = VisionTransformer(size, 8, "sdpa", "none")
+    model = size(make("vit-b16", image_size=8))
     x_BCHW = torch.randn(1, 3, 8, 8, requires_grad=True)
     model(x_BCHW).sum().backward()
 
     # The class token is first, and its logits depend on every patch.
     assert (x_BCHW.grad.view(3, 2, 4, 2, 4).abs().sum((0, 2, 4)) > 0).all()
-    eager = VisionTransformer(size, 8, "eager", "none")
+    eager = size(make("vit-b16", image_size=8, attention="eager"))
     eager.load_state_dict(model.state_dict())
     torch.testing.assert_close(eager(x_BCHW), model(x_BCHW))
 

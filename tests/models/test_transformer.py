@@ -31,7 +31,7 @@ def expected_parameters(V: int, D: int, L: int, T: int) -> int:
 def test_presets_have_the_published_sizes(dimensions, size) -> None:
     V, D, L, H = size
     with torch.device("meta"):
-        model = Transformer(dimensions, seq_len=128)
+        model = Transformer(dimensions, make_experiment(seq_len=128))
 
     counted = sum(p.numel() for p in model.parameters())
     assert counted == expected_parameters(V, D, L, T=128)
@@ -41,7 +41,8 @@ def test_presets_have_the_published_sizes(dimensions, size) -> None:
 @pytest.fixture
 def model() -> Transformer:
     torch.manual_seed(0)
-    return Transformer(Dimensions(vocab_size=16, d_model=8, layers=2, heads=2), seq_len=6).double()
+    dimensions = Dimensions(vocab_size=16, d_model=8, layers=2, heads=2)
+    return Transformer(dimensions, make_experiment(seq_len=6)).double()
 
 
 def test_positions_matter(model) -> None:

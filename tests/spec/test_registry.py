@@ -18,7 +18,11 @@ def test_everything_declared_can_be_loaded_and_has_a_source_file(group) -> None:
     for name in registry.names(group):
         loaded = registry.load(group, name)
         module = getattr(loaded, "__module__", "dpprof.subjects.models.presets")
-        assert registry.source_file(group, name).stem in {module.split(".")[-1], "presets"}
+        assert registry.source_file(group, name).stem in {
+            module.split(".")[-1],
+            "presets",
+            "recurrent",
+        }
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dpprof.private.errors import UnsupportedError
 from dpprof.private.layers.model_heads import find_head
 from dpprof.private.number_formats import SHORT
 from dpprof.subjects.models.quantized import is_quantized
-from dpprof.subjects.models.recurrent import Recurrent
+from dpprof.subjects.models.recurrent import build_recurrent
 from dpprof.subjects.models.transformer import Transformer
 from dpprof.subjects.models.with_losses import WithLosses
 
@@ -27,12 +27,12 @@ _PATTERNS = {"all": "", "lora": r"(^|\.)(lora|ia3)_", "bias": r"(^|\.)bias$"}
 def build_model(experiment: Experiment, *, is_reduced: bool = False) -> nn.Module:
     """Build the model with fresh random weights, on the CPU, in float32.
 
-    The registry's object is ``Dimensions``, or a function from the experiment to a module that maps
-    token ids (B, T) to logits (B, T, V), or images (B, channels, ``image_size``, ``image_size``) to
-    logits (B, classes); or to three: a model, a function from a batch to each sample's loss, and a
-    batch, which make a ``WithLosses``. The parameters that the experiment does not train are
-    frozen. Parameters that ``parameters_dtype`` and ``trained_dtype`` store in 16 bits have them
-    already, so that a device never holds them in float32.
+    The registry's object is ``Dimensions``, ``RecurrentSizes``, or a function from the experiment
+    to a module that maps token ids (B, T) to logits (B, T, V), or images (B, channels,
+    ``image_size``, ``image_size``) to logits (B, classes); or to three: a model, a function from a
+    batch to each sample's loss, and a batch, which make a ``WithLosses``. The parameters that the
+    experiment does not train are frozen. Parameters that ``parameters_dtype`` and ``trained_dtype``
+    store in 16 bits have them already, so that a device never holds them in float32.
 
     Args:
         experiment: The model, and how it is built.
@@ -144,13 +144,9 @@ def _build(experiment: Experiment, *, is_reduced: bool) -> nn.Module:
 
         return build_hugging_face(experiment)
     if isinstance(recipe, Dimensions):
-        return Transformer(
-            recipe,
-            experiment.seq_len,
-            experiment.attention,
-            experiment.checkpointing,
-            experiment.checkpointed_share,
-        )
+        return Transformer(recipe, experiment)
+    if isinstance(recipe, RecurrentSizes):
+        return build_recurrent(recipe, experiment)
     name = str(experiment.model)  # of the registry
     if not callable(recipe):
         raise EntryPointError("models", name, "is no function from an experiment to a model")
@@ -190,6 +186,4 @@ def find_attention_size(experiment: Experiment, model: nn.Module) -> tuple[int, 
 def find_recipe(experiment: Experiment) -> Any:
     """Return what the registry has for an experiment's model, or the model's own description."""
     model = experiment.model
-    if isinstance(model, RecurrentSizes):
-        return Recurrent(**model.model_dump())
     return registry.load("models", model) if isinstance(model, str) else model

@@ -7,54 +7,37 @@ the place of PyTorch's layers. Sources: Opacus's example char-lstm-classificatio
 Shape legend: B batch, T tokens, D width of an embedding or state, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.naming import RecurrentSizes
 from dpprof.private.errors import UnsupportedError
 
 _CHECKPOINTING = ("non-reentrant", "reentrant")
 
 
-@dataclass(frozen=True)
-class Recurrent:
-    """A recurrent model's kind and sizes; called with an experiment, it builds the module.
+def build_recurrent(sizes: RecurrentSizes, experiment: Experiment) -> nn.Module:
+    """Build a network of these sizes.
 
-    The module maps token ids (B, T) to the logits of classes, (B, classes), from the last step's
-    state, or of tokens, (B, T, V).
+    It maps token ids (B, T) to the logits of classes, (B, classes), from the last step's state, or
+    of tokens, (B, T, V).
 
     Raises:
         UnsupportedError: Checkpointing, or attention eager.
     """
-
-    kind: Literal["LSTM", "GRU", "RNN"]
-    vocab_size: int
-    embedding: int
-    hidden: int
-    layers: int = 1
-    classes: int | None = None
-    """What a classifier tells apart; None for a language model."""
-
-    def __call__(self, experiment: Experiment) -> nn.Module:
-        """Build the module."""
-        for key, refused in (("attention", ("eager",)), ("checkpointing", _CHECKPOINTING)):
-            if (value := getattr(experiment, key)) in refused:
-                raise UnsupportedError(
-                    f"{experiment.model_name} is a recurrent network, which is not built with "
-                    f"{key} {value}; leave it out"
-                )
-        return _Recurrent(self, is_opacus=experiment.attention == "opacus")
-
-    def reduce(self) -> "Recurrent":
-        """Return a small network with the same layers, for verification."""
-        classes = None if self.classes is None else 5
-        return replace(self, vocab_size=50, embedding=8, hidden=8, classes=classes)
+    for key, refused in (("attention", ("eager",)), ("checkpointing", _CHECKPOINTING)):
+        if (value := getattr(experiment, key)) in refused:
+            raise UnsupportedError(
+                f"{experiment.model_name} is a recurrent network, which is not built with "
+                f"{key} {value}; leave it out"
+            )
+    return _Recurrent(sizes, is_opacus=experiment.attention == "opacus")
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, of: Recurrent, *, is_opacus: bool) -> None:
+    def __init__(self, of: RecurrentSizes, *, is_opacus: bool) -> None:
         super().__init__()
         self.is_classifier = of.classes is not None
         self.embedding = nn.Embedding(of.vocab_size, of.embedding)
@@ -73,8 +56,10 @@ class _Recurrent(nn.Module):
         return logits
 
 
-CHAR_LSTM = Recurrent("LSTM", 259, 64, 128, classes=18)  # bytes and 3 more; 18 languages
-CHAR_GRU = replace(CHAR_LSTM, kind="GRU")
-CHAR_RNN = replace(CHAR_LSTM, kind="RNN")
-PTB_LSTM_SMALL = Recurrent("LSTM", 10_000, 200, 200, layers=2)
-PTB_LSTM_MEDIUM = replace(PTB_LSTM_SMALL, embedding=650, hidden=650)
+CHAR_LSTM = RecurrentSizes(kind="LSTM", vocab_size=259, embedding=64, hidden=128, classes=18)
+"""Of bytes and 3 more, and 18 languages."""
+
+CHAR_GRU = CHAR_LSTM.model_copy(update={"kind": "GRU"})
+CHAR_RNN = CHAR_LSTM.model_copy(update={"kind": "RNN"})
+PTB_LSTM_SMALL = RecurrentSizes(kind="LSTM", vocab_size=10_000, embedding=200, hidden=200, layers=2)
+PTB_LSTM_MEDIUM = PTB_LSTM_SMALL.model_copy(update={"embedding": 650, "hidden": 650})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.naming import Dimensions
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -88,26 +89,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Maps token ids to logits.
+    """Maps token ids to logits, with as many learned positions as an experiment's ``seq_len``."""
 
-    ``seq_len`` is the number of learned positions, and so the longest sequence. ``attention``,
-    ``checkpointing`` and ``checkpointed_share`` are an experiment's.
-    """
-
-    def __init__(
-        self,
-        dimensions: Dimensions,
-        seq_len: int,
-        attention: str = "sdpa",
-        checkpointing: str = "none",
-        checkpointed_share: float = 1,
-    ) -> None:
+    def __init__(self, dimensions: Dimensions, experiment: Experiment) -> None:
         super().__init__()
-        self.checkpointing, self.checkpointed_share = checkpointing, checkpointed_share
+        self.checkpointing = experiment.checkpointing, experiment.checkpointed_share
         d_model = dimensions.d_model
         self.token_embedding = nn.Embedding(dimensions.vocab_size, d_model)
-        self.position_embedding = nn.Embedding(seq_len, d_model)
-        build_attention = find_attention(attention)
+        self.position_embedding = nn.Embedding(experiment.seq_len, d_model)
+        build_attention = find_attention(experiment.attention)
         self.blocks = nn.Sequential(
             *(
                 Block(d_model, build_attention(d_model, dimensions.heads))
@@ -123,7 +113,7 @@ class Transformer(nn.Module):
         B, T = tokens_BT.shape
         positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
         x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_BT)
-        x_BTD = run_blocks(self.blocks, x_BTD, self.checkpointing, self.checkpointed_share)
+        x_BTD = run_blocks(self.blocks, x_BTD, *self.checkpointing)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 

@@ -44,13 +44,7 @@ class VisionTransformerSize:
                 f"{experiment.model_name} divides an image into patches of {self.patch} pixels, "
                 f"and image_size {image} is no multiple of that"
             )
-        return VisionTransformer(
-            self,
-            image,
-            experiment.attention,
-            experiment.checkpointing,
-            experiment.checkpointed_share,
-        )
+        return VisionTransformer(self, image, experiment)
 
     def reduce(self) -> "VisionTransformerSize":
         """Return the size of a small model with the same layers, for verification."""
@@ -60,22 +54,15 @@ class VisionTransformerSize:
 class VisionTransformer(nn.Module):
     """Maps images to logits of classes."""
 
-    def __init__(
-        self,
-        size: VisionTransformerSize,
-        image: int,
-        attention: str,
-        checkpointing: str,
-        checkpointed_share: float = 1,
-    ) -> None:
+    def __init__(self, size: VisionTransformerSize, image: int, experiment: Experiment) -> None:
         super().__init__()
-        self.checkpointing, self.checkpointed_share = checkpointing, checkpointed_share
+        self.checkpointing = experiment.checkpointing, experiment.checkpointed_share
         D = size.d_model
         self.patch = size.patch
         self.patches = nn.Linear(3 * size.patch**2, D)
         self.class_token = nn.Embedding(1, D)
         self.positions = nn.Embedding(1 + (image // size.patch) ** 2, D)
-        build_attention = find_attention(attention, is_causal=False)
+        build_attention = find_attention(experiment.attention, is_causal=False)
         self.blocks = nn.Sequential(
             *(Block(D, build_attention(D, size.heads)) for _ in range(size.layers))
         )
@@ -89,8 +76,7 @@ class VisionTransformer(nn.Module):
         first_B1 = torch.zeros(B, 1, dtype=torch.int64, device=x_BCHW.device)
         positions_BN = torch.arange(N, device=x_BCHW.device).repeat(B, 1)
         y_BND = torch.cat([self.class_token(first_B1), patches_BND], dim=1)
-        how = self.checkpointing, self.checkpointed_share
-        y_BND = run_blocks(self.blocks, y_BND + self.positions(positions_BN), *how)
+        y_BND = run_blocks(self.blocks, y_BND + self.positions(positions_BN), *self.checkpointing)
         logits_BC: Tensor = self.head(self.norm(y_BND)[:, 0])
         return logits_BC
 
