@@ -4,7 +4,7 @@ The first pass computes each sample's norm. The second differentiates the loss w
 weighted by its clip factor. The graph is kept between them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleModuleFastGradientClipping
@@ -51,6 +51,9 @@ class OpacusTwoPass(OpacusStep):
     use_ghost_clipping: bool
     """Whether norms of linear layers and embeddings need no per-sample gradients."""
 
+    module_type: type[AbstractGradSampleModule] = _PhasedModule
+    """The wrapper of the model, of Opacus's that compute norms."""
+
     criterion_type: type[DPLossFastGradientClipping] = DPLossFastGradientClipping
     """The wrapper of the loss, whose ``backward`` makes both passes."""
 
@@ -64,17 +67,13 @@ class OpacusTwoPass(OpacusStep):
 
     def wrap(self, model: nn.Module) -> AbstractGradSampleModule:
         """Wrap the model so that its backward pass finds norms."""
-        return self.module_type()(
+        return self.module_type(
             model,
             batch_first=True,
             loss_reduction="mean",
             max_grad_norm=self.experiment.max_grad_norm,
             use_ghost_clipping=self.use_ghost_clipping,
         )
-
-    def module_type(self) -> Callable[..., AbstractGradSampleModule]:
-        """Return the wrapper of the model, of Opacus's that compute norms."""
-        return _PhasedModule
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer and the loss as ``PrivacyEngine.make_private`` does."""
