@@ -9,7 +9,6 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.records.step_costs import Memory
 from dpprof.predict.memory.allocator_replay import MOST_STEPS, Footprint
 from dpprof.predict.memory.caching_allocator import (
-    EXPANDABLE,
     MIB,
     CachingAllocator,
     OutOfMemoryError,
@@ -64,7 +63,7 @@ def test_retries_are_counted_and_memory_ends() -> None:
     assert placed.retries_in_last_step == 0
     assert footprint.place(150 * MIB, most_steps=1).retries_in_last_step == 1
     assert footprint.place().peaks.reserved_bytes == 170 * MIB
-    growing = footprint.place(settings=EXPANDABLE)
+    growing = footprint.place(expandable=True)
     assert growing.peaks.reserved_bytes == 140 * MIB
     with pytest.raises(OutOfMemoryError):
         footprint.place(139 * MIB)

@@ -7,12 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpprof.predict.memory.caching_allocator import (
-    DEFAULT,
-    EXPANDABLE,
     MIB,
     CachingAllocator,
     OutOfMemoryError,
-    Settings,
     round_size,
     segment_size,
 )
@@ -95,10 +92,10 @@ def test_expandable_segments_grow_where_default_ones_strand_memory() -> None:
     """Ever larger requests, each freed before the next: the worst that segments of a size meet."""
     steps = ", ".join(f"a {size}, -a" for size in range(20, 220, 20))
     reserved = {
-        setting: play(CachingAllocator(settings=setting), steps).reserved_bytes
-        for setting in (DEFAULT, EXPANDABLE)
+        expandable: play(CachingAllocator(expandable=expandable), steps).reserved_bytes
+        for expandable in (False, True)
     }
-    assert reserved == {DEFAULT: sum(range(20, 220, 20)) * MIB, EXPANDABLE: 200 * MIB}
+    assert reserved == {False: sum(range(20, 220, 20)) * MIB, True: 200 * MIB}
 
 
 def test_a_full_device_releases_its_cache_and_tries_once_more() -> None:
@@ -112,7 +109,7 @@ def test_a_full_device_releases_its_cache_and_tries_once_more() -> None:
 def test_a_segment_that_is_partly_used_cannot_be_released() -> None:
     # "small" lies within what "large" left behind.
     steps = "a 20, b 20, c 20, large 40, -large, small 5, more 30"
-    assert play(CachingAllocator(100 * MIB, EXPANDABLE), steps).allocated_bytes == 95 * MIB
+    assert play(CachingAllocator(100 * MIB, expandable=True), steps).allocated_bytes == 95 * MIB
     with pytest.raises(OutOfMemoryError):
         play(CachingAllocator(100 * MIB), f"{steps}, -a, most 25")
 
@@ -131,7 +128,7 @@ def test_blocks_tile_segments_whatever_is_asked(
     steps: list[tuple[bool, int]], expandable: bool, limit: int | None
 ) -> None:
     """Counters equal the sum of blocks, free neighbours are merged, the limit holds."""
-    allocator = CachingAllocator(limit, Settings(expandable_segments=expandable))
+    allocator = CachingAllocator(limit, expandable=expandable)
     live: list[int] = []
     for number, (frees, nbytes) in enumerate(steps):
         if frees and live:

@@ -12,7 +12,7 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.varying import share_lengths
 from dpprof.predict.estimate import estimate
 from dpprof.predict.memory.allocator_replay import Footprint, replay
-from dpprof.predict.memory.caching_allocator import EXPANDABLE, MIB, OutOfMemoryError
+from dpprof.predict.memory.caching_allocator import MIB, OutOfMemoryError
 from dpprof.predict.memory.events import Allocated, Freed
 from dpprof.subjects.models.blocks import NotAlikeError
 
@@ -40,7 +40,7 @@ def test_blocks_of_short_batches_do_not_serve_long_ones() -> None:
     assert reserved(0, 1, 0) == [130, 170, 170]  # 40 is not cut from 30, which stay
     assert reserved(1, 0, 1) == [140, 140, 140]  # 30 is cut from 40
     assert reserved(0, 1, 0, 1, empty_cache_every=2) == [130, 100, 130, 100]
-    assert reserved(0, 1, settings=EXPANDABLE) == [140, 140]
+    assert reserved(0, 1, expandable=True) == [140, 140]
     assert reserved(0, 1, limit_bytes=150 * MIB) == [130, 140]  # the cache is released
     with pytest.raises(OutOfMemoryError):
         reserved(0, 1, limit_bytes=139 * MIB)

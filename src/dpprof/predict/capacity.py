@@ -22,7 +22,7 @@ from dpprof.experiments.config.target import Target
 from dpprof.experiments.records.result import Capacity, Measurement
 from dpprof.predict.estimate import Traces
 from dpprof.predict.memory.allocator_replay import Placement
-from dpprof.predict.memory.caching_allocator import DEFAULT, EXPANDABLE, OutOfMemoryError, Settings
+from dpprof.predict.memory.caching_allocator import OutOfMemoryError
 from dpprof.predict.tracing import find_target, state_estimate
 from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.methods.training_step import Enter, TrainingStep
@@ -158,7 +158,10 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 def _find(method: type[TrainingStep], batches: "_Batches") -> Capacity | None:
     if method.one_at_a_time:
         return _extrapolate(batches)
-    return _search_by_placement(batches) if batches.on_cuda else _search_by_size(batches)
+    if batches.on_cuda:
+        return _search_by_placement(batches)
+    largest, safe = batches.find_largest(1, SAFE_SHARE)
+    return None if largest is None else batches.state(largest, safe, batches.peaks.__getitem__)
 
 
 class _Batches:
@@ -172,7 +175,7 @@ class _Batches:
 
         self.on_cuda = find_target(experiment) is not None
         self._traces = traces
-        self._placed: dict[tuple[int, bool, Settings], Placement | None] = {}
+        self._placed: dict[tuple[int, bool, bool], Placement | None] = {}
 
     def find_largest(self, *shares: float) -> list[int | None]:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
@@ -197,14 +200,15 @@ class _Batches:
         return placed
 
     def place_within(
-        self, batch_size: int, settings: Settings = DEFAULT, *, limited: bool = True
+        self, batch_size: int, *, expandable: bool = False, limited: bool = True
     ) -> Placement | None:
         """Place a training with this batch size within the budget; None if it does not fit."""
-        key = batch_size, limited, settings
+        key = batch_size, limited, expandable
         if key not in self._placed:
             footprint = self._traces.footprint(batch_size)
             try:
-                self._placed[key] = footprint.place(self.budget if limited else None, settings)
+                limit = self.budget if limited else None
+                self._placed[key] = footprint.place(limit, expandable=expandable)
             except OutOfMemoryError:
                 self._placed[key] = None
         return self._placed[key]
@@ -256,14 +260,6 @@ class _Batches:
         )
 
 
-def _search_by_size(batches: _Batches) -> Capacity | None:
-    """Search on a CPU, whose allocator has no pool."""
-    largest, safe = batches.find_largest(1, SAFE_SHARE)
-    if largest is None:
-        return None
-    return batches.state(largest, safe, batches.peaks.__getitem__)
-
-
 def _search_by_placement(batches: _Batches) -> Capacity | None:
     """Search on CUDA: a batch fits if the caching allocator finds room for every request."""
     [by_size] = batches.find_largest(1)
@@ -279,7 +275,7 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
     assert placed is not None
     safe = batches.back_off_from(largest, batches.is_safe)
     expandable = back_off(
-        lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None,
+        lambda batch_size: batches.place_within(batch_size, expandable=True) is not None,
         by_size,
         lambda: by_size - 1,
         least=batches.least,

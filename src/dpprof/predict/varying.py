@@ -18,7 +18,7 @@ from dpprof.experiments.config.varying import share_lengths
 from dpprof.experiments.records.result import Measurement
 from dpprof.experiments.records.varied import Varied, VariedBatch
 from dpprof.predict.memory.allocator_replay import Footprint, replay
-from dpprof.predict.memory.caching_allocator import EXPANDABLE, OutOfMemoryError
+from dpprof.predict.memory.caching_allocator import OutOfMemoryError
 from dpprof.subjects.models.blocks import NotAlikeError
 
 STEPS = 1_000  # how many are played
@@ -78,7 +78,7 @@ def vary(experiment: Experiment, least: int, predict: Predict) -> tuple[Varied, 
         reserved_mean_bytes=round(sum(reserved) / STEPS),
         reserved_p99_bytes=reserved[math.ceil(_SHARE * STEPS) - 1],
         reserved_most_bytes=reserved[-1],
-        expandable_reserved_bytes=max(play(settings=EXPANDABLE)),
+        expandable_reserved_bytes=max(play(expandable=True)),
         fits=fits,
     ), {}
 

@@ -13,11 +13,8 @@ from typing import NamedTuple, Self
 from dpprof.experiments.records.step_costs import Allocator
 from dpprof.predict.memory.atoms import Recording
 from dpprof.predict.memory.caching_allocator import (
-    DEFAULT,
-    EXPANDABLE,
     CachingAllocator,
     OutOfMemoryError,
-    Settings,
     SimulatedPeaks,
 )
 from dpprof.predict.memory.events import Allocated, Event, Freed
@@ -83,7 +80,8 @@ class Footprint(NamedTuple):
     def place(
         self,
         limit_bytes: int | None = None,
-        settings: Settings = DEFAULT,
+        *,
+        expandable: bool = False,
         most_steps: int = MOST_STEPS,
     ) -> Placement:
         """Play the training into a new allocator.
@@ -93,7 +91,7 @@ class Footprint(NamedTuple):
         Raises:
             OutOfMemoryError: It finds no room for a request within the limit.
         """
-        player = _Player(CachingAllocator(limit_bytes, settings), self)
+        player = _Player(CachingAllocator(limit_bytes, expandable=expandable), self)
         allocator = player.allocator
         if self.is_graph:
             allocator.begin_graph()
@@ -129,7 +127,7 @@ class Footprint(NamedTuple):
                 fits, retries = False, None
         return Allocator(
             **free.peaks._asdict(),
-            expandable_reserved_bytes=self.place(settings=EXPANDABLE).peaks.reserved_bytes,
+            expandable_reserved_bytes=self.place(expandable=True).peaks.reserved_bytes,
             limit_bytes=limit_bytes,
             fits=fits,
             retries=retries,
@@ -142,7 +140,7 @@ def replay(
     order: Sequence[int],
     *,
     limit_bytes: int | None = None,
-    settings: Settings = DEFAULT,
+    expandable: bool = False,
     empty_cache_every: int | None = None,
 ) -> list[int]:
     """Play a training whose steps differ; return the bytes that are reserved after each step.
@@ -151,20 +149,21 @@ def replay(
         footprints: Of one training with different batches.
         order: The place of each step's batch in ``footprints``.
         limit_bytes: What the allocator may reserve; None: no limit.
-        settings: The allocator's.
+        expandable: Whether the allocator's segments are.
         empty_cache_every: Steps after which the cache is released; None: never.
 
     Raises:
         NotAlikeError: Steps leave different numbers of tensors to the next.
         OutOfMemoryError: A step finds no room for a request within the limit.
     """
-    player = _Player(CachingAllocator(limit_bytes, settings), footprints[0])
+    allocator = CachingAllocator(limit_bytes, expandable=expandable)
+    player = _Player(allocator, footprints[0])
     reserved = []
     for step, place in enumerate(order, 1):
         player.play_step(footprints[place])
         if empty_cache_every is not None and step % empty_cache_every == 0:
-            player.allocator.release_cache()
-        reserved.append(player.allocator.reserved_bytes)
+            allocator.release_cache()
+        reserved.append(allocator.reserved_bytes)
     return reserved
 
 

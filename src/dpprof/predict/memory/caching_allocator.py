@@ -29,17 +29,6 @@ _ADDRESSES = 2**50
 """The addresses of an expandable segment, where the device's memory is not known."""
 
 
-class Settings(NamedTuple):
-    """What the environment variable ``PYTORCH_ALLOC_CONF`` can change."""
-
-    expandable_segments: bool = False
-    """Give each pool one range of addresses, and back it with memory page by page."""
-
-
-DEFAULT = Settings()
-EXPANDABLE = Settings(expandable_segments=True)
-
-
 class OutOfMemoryError(MemoryError):
     """The request does not fit, even after the cache was released."""
 
@@ -146,7 +135,8 @@ class CachingAllocator:
 
     Args:
         limit_bytes: What the device can give; None for no limit.
-        settings: As ``PYTORCH_ALLOC_CONF`` has them.
+        expandable: Whether ``PYTORCH_ALLOC_CONF`` has ``expandable_segments``: each pool gets one
+            range of addresses, and memory page by page.
 
     Example:
         >>> allocator = CachingAllocator()
@@ -158,7 +148,7 @@ class CachingAllocator:
         (0, 25165824)
     """
 
-    def __init__(self, limit_bytes: int | None = None, settings: Settings = DEFAULT) -> None:
+    def __init__(self, limit_bytes: int | None = None, *, expandable: bool = False) -> None:
         self.requested_bytes = 0
         self.allocated_bytes = 0
         self.reserved_bytes = 0
@@ -167,7 +157,7 @@ class CachingAllocator:
 
         self._most_requested = self._most_allocated = self._most_reserved = 0
         self._limit = limit_bytes
-        self._settings = settings
+        self._expandable = expandable
         self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
         self._releasable = (self._large, self._small)
         self._live: dict[Hashable, tuple[_Block, int]] = {}
@@ -194,7 +184,7 @@ class CachingAllocator:
                 f"tried to allocate {nbytes:,} bytes; {self.allocated_bytes:,} are allocated and "
                 f"{self.reserved_bytes:,} reserved of {self._limit:,}"
             )
-        splits_all = block.pool.is_small or self._settings.expandable_segments
+        splits_all = block.pool.is_small or self._expandable
         if block.size - size >= (MIN_BLOCK if splits_all else MAX_SMALL + 1):
             pool.insert(block.cut(size))
         block.free = False
@@ -222,7 +212,7 @@ class CachingAllocator:
         """Give unused memory back to the device, as ``torch.cuda.empty_cache`` does."""
         for pool in self._releasable:
             for _, _, block in list(pool.free):
-                if self._settings.expandable_segments:
+                if self._expandable:
                     self._unmap(block)
                 elif block.previous is None and block.next is None:
                     pool.remove(block)
@@ -251,7 +241,7 @@ class CachingAllocator:
         return self._limit is None or self.reserved_bytes + nbytes <= self._limit
 
     def _reserve(self, pool: _Pool, size: int) -> _Block | None:
-        if self._settings.expandable_segments:
+        if self._expandable:
             return self._expand(pool, size)
         total = segment_size(size)
         if not self._fits(total):
