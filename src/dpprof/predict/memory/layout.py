@@ -1,7 +1,9 @@
 """Lays atoms out in a model with so many blocks, and fills their sizes in."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,21 +46,13 @@ class _Stored(NamedTuple):
     start: int
 
     def fill(self, sizes: Sequence[int], block_bytes: int) -> Storage:
-        like, start = self.like, self.start
-        return Storage(
-            nbytes=-(-sizes[start] // block_bytes) * block_bytes,
-            op=like.op,
-            phase=like.phase,
+        requested, start = sizes[self.start], self.start + 1
+        return replace(
+            self.like,
+            nbytes=-(-requested // block_bytes) * block_bytes,
             module=self.module,
-            requested=sizes[start],
-            shape=tuple(sizes[start + 1 : start + 1 + len(like.shape)]),
-            code=like.code,
-            function=like.function,
-            instruction=like.instruction,
-            node=like.node,
-            sampler=like.sampler,
-            recomputed=like.recomputed,
-            roles=like.roles,
+            requested=requested,
+            shape=tuple(sizes[start : start + len(self.like.shape)]),
             layer=self.layer,
         )
 
@@ -86,11 +80,11 @@ class _Ran(NamedTuple):
         count = 2 + self.lists + 2 * SIZES_OF_ATTENTION + count_numbers(self.call)
         sizes = iter(of_all[self.start : self.start + count])
         cost = self.like.cost._replace(flops=next(sizes), is_aligned=bool(next(sizes)))
-        lengths = [next(sizes) for _ in range(self.lists)]
+        lengths = [*islice(sizes, self.lists)]
         if cost.product is not None:
             cost = cost._replace(product=(next(sizes), next(sizes), next(sizes), next(sizes)))
         if cost.attention is not None:
-            heads, queries, keys, width = (next(sizes) for _ in range(SIZES_OF_ATTENTION))
+            heads, queries, keys, width = islice(sizes, SIZES_OF_ATTENTION)
             shape = cost.attention._replace(heads=heads, queries=queries, keys=keys, width=width)
             cost = cost._replace(attention=shape)
         return self.like._replace(

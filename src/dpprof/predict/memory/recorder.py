@@ -8,6 +8,7 @@ counts twice. The recorder keeps sizes and names, never a tensor.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -102,17 +103,10 @@ class Recorder(Journal, TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._within = ExitStack()
         self._within.enter_context(substitute(torch.UntypedStorage, "resize_", resize))
-        self._within.enter_context(around_propagation(self._pause))
+        pause = partial(substitute, self, "recording", False)
+        self._within.enter_context(around_propagation(pause))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
-
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        before, self.recording = self.recording, False
-        try:
-            yield
-        finally:
-            self.recording = before
 
     def __exit__(self, *exception: object) -> None:
         """End recording."""
