@@ -55,6 +55,11 @@ class Op(NamedTuple):
     call: str = ""  # the call, described by ``flops.op_call``; empty where calls are not described
     name: str = ""  # the operator's name, as in ``Storage.op``
 
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that it reads and writes, each once."""
+        return sum(size for _, size in (*self.reads, *self.writes))
+
 
 class Allocated(NamedTuple):
     """A storage was allocated."""

@@ -245,8 +245,7 @@ def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
     """
     total = 0.0
     for op in ops:
-        moved = sum(size for _, size in (*op.reads, *op.writes))
-        bound = moved / ceilings.bandwidth_bytes_per_s
+        bound = op.moved_bytes / ceilings.bandwidth_bytes_per_s
         if op.cost.family in COUNTED:
             peak = ceilings.peak(ceiling_of(op.cost.dtype, dtype))
             if peak is not None:

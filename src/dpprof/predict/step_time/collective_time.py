@@ -10,7 +10,6 @@ nodes are 24 % off in the median, not 12.
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ from dpprof.predict.step_time.op_time import OpTime, UnknownTimeError
 from dpprof.predict.step_time.product_table import read_document
 
 TABLE = "collectives"
-_read_document = cache(read_document)
 
 _TABLES = {**MEASURED, datasheets.A100_40GB: "a100"}
 """The table of each device. The A100 with 40 GB has the links of the one with 80 GB."""
@@ -88,7 +86,7 @@ class CollectiveModel:
                 f"{', '.join(sorted((*MEASURED.values(), 'a100-40gb')))}"
             )
         self._is_own = target in MEASURED
-        document = _read_document(TABLE)
+        document = read_document(TABLE)
         self._sizes: list[int] = document["bytes"]
         self._times: dict[str, dict[str, list[int]]] = document["times"][name]
         self._spread: float = document["spread"]

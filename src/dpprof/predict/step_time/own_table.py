@@ -34,11 +34,6 @@ from dpprof.predict.step_time.plane import Floats, fit_plane, log2
 from dpprof.system.hardware import available_cores, cpu_name
 
 
-def moved_bytes(op: Op) -> int:
-    """Return the bytes that an operator reads and writes, each once."""
-    return sum(size for _, size in (*op.reads, *op.writes))
-
-
 def shape_of(op: Op) -> OperatorShape:
     """Return the properties of a recorded operator that its time depends on."""
     cost = op.cost

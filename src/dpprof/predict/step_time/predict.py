@@ -31,7 +31,7 @@ from dpprof.predict.step_time.collective_time import CollectiveModel
 from dpprof.predict.step_time.gpu_model import MEMORY, NO_HOST, GpuModel
 from dpprof.predict.step_time.intervals import widen
 from dpprof.predict.step_time.op_time import Z_90, OpTime, UnknownTimeError
-from dpprof.predict.step_time.own_table import OwnTable, moved_bytes, read_own_table, shape_of
+from dpprof.predict.step_time.own_table import OwnTable, read_own_table, shape_of
 
 CHANNELS = {"8.0": 24}
 """Multiprocessors that a collective inside a node takes, by compute capability: 24 rings on eight
@@ -273,7 +273,9 @@ def predict_step(
     """
     model = model_of(target, dtype)
     collectives = None if parallel is None else CollectiveModel(target, parallel)
-    slowest = _slow_down(1 if parallel is None else parallel.world_size)
+    ranks = 1 if parallel is None else parallel.world_size
+    # Blom's approximation to the expected largest of a normal sample.
+    slowest = math.exp(AMONG_GPUS * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)))
 
     def time(op: Op, placed: exchanges.Placed) -> OpTime:
         if placed.collective is not None:
@@ -283,7 +285,7 @@ def predict_step(
             own = op.writes[0][1]  # it writes a part of the buffer that it returns
             seconds = 2 * own / (MEMORY.value * target.bandwidth_bytes_per_s)
             return OpTime(seconds, MEMORY.spread, "data sheet")
-        predicted = model.predict(op.cost, moved_bytes(op))
+        predicted = model.predict(op.cost, op.moved_bytes)
         return predicted._replace(seconds=slowest * predicted.seconds)
 
     def issue(some: Sequence[Op]) -> list[Issued]:
@@ -301,16 +303,6 @@ def predict_step(
         lent=lent,
     )
     return _state(ops, issue, run, of_ranks=parallel is not None)
-
-
-def _slow_down(ranks: int) -> float:
-    """Return how much longer the slowest of equal GPUs takes than the median one.
-
-    Blom's approximation to the expected largest of a normal sample.
-    """
-    if ranks == 1:
-        return 1.0
-    return math.exp(AMONG_GPUS * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)))
 
 
 def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:

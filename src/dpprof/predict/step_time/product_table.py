@@ -125,6 +125,7 @@ def read_product_table(name: str) -> ProductTable:
     return ProductTable(read_document(name))
 
 
+@cache
 def read_document(name: str) -> dict[str, Any]:
     """Read the content of a table's file."""
     text = files("dpprof.predict.step_time").joinpath("tables", f"{name}.json").read_text("utf-8")
