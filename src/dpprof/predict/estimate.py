@@ -17,7 +17,6 @@ from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.varying import list_variations
 from dpprof.experiments.records.result import Measurement, ModelFacts, NormChoice
 from dpprof.predict.memory.allocator_replay import Footprint
-from dpprof.predict.memory.atoms import Recording
 from dpprof.predict.memory.pattern import Pattern, Sizes, interpolate
 from dpprof.predict.tracing import Facts, Traced, state_estimate, trace_whole
 from dpprof.predict.varying import vary
@@ -103,7 +102,7 @@ class Traces:
         """Return the trace of the whole model with a batch."""
         try:
             family = self._measure(batch_size)
-            recording = family.assemble(batch_size)
+            recording = family.pattern.assemble(self._blocks.count, family.sizes[batch_size])
             facts = self._extend_facts(batch_size, family)
         except NotAlikeError as error:
             return self._trace_whole(batch_size, str(error))
@@ -187,7 +186,8 @@ class Traces:
 
         def guess_sizes(size: int, traced: int) -> None:
             more = self._trace(size, family.blocks.count + 1)
-            family.guess(size, more.recording, traced)
+            family.sizes[size] = family.pattern.guess(more.recording, size / traced)
+            family.guessed.add(size)
 
         try:
             family = self._measure(batch_size)
@@ -306,19 +306,6 @@ class _Family:
     def has_measured(self, batch_size: int) -> bool:
         """Return whether the sizes of a batch are known, and not guessed."""
         return batch_size in self.sizes and batch_size not in self.guessed
-
-    def guess(self, batch_size: int, more: Recording, traced: int) -> None:
-        """Guess the sizes of a batch from one record, and from those of another batch.
-
-        Raises:
-            NotAlikeError: It has other atoms.
-        """
-        self.sizes[batch_size] = self.pattern.guess(more, batch_size / traced)
-        self.guessed.add(batch_size)
-
-    def assemble(self, batch_size: int) -> Recording:
-        """Assemble the record of the whole model with a batch that was traced."""
-        return self.pattern.assemble(self._count, self.sizes[batch_size])
 
     def footprint(self, batch_size: int) -> Footprint:
         """Return the footprint of a batch that was traced, or that follows from two others."""

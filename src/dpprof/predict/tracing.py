@@ -90,15 +90,11 @@ class TimelineRecorder:
         With ``counting`` operators are recorded with their costs.
         """
         start = len(self._recorder.events)
-        self.run_unread(batch, counting=counting)
-        births = components_by_code(self._step.births)
-        return MemoryTimeline(self._recorder, births, (start, len(self._recorder.events)))
-
-    def run_unread(self, batch: Batch, *, counting: bool) -> None:
-        """Run one step on a batch, and leave its events with the recorder."""
         self._recorder.counting = counting
         with self._observer.watching():
             self._observer.run(batch)
+        births = components_by_code(self._step.births)
+        return MemoryTimeline(self._recorder, births, (start, len(self._recorder.events)))
 
 
 def record_timelines(
@@ -196,7 +192,7 @@ def trace_whole(
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         for is_last in (False, True):
             marks.append(len(recorder.events))
-            timeline_recorder.run_unread(training.batch, counting=is_last)
+            timeline_recorder.run(training.batch, counting=is_last)
             marks.append(len(recorder.events))
     first, first_end, steady, end = marks
     return Traced(
