@@ -20,13 +20,13 @@ CHUNKS = 8
 
 
 class Loop(NamedTuple):
-    """What a loop's name stands for: values of the keys of these names, and where it is written."""
+    """What a loop's name stands for: where it is written, and values of the keys of these names."""
 
-    loss: Loss
-    loss_dtype: LossDtype
-    keep_logits: KeepLogits
-    use_cache: bool
     source: str
+    loss: Loss = "cross-entropy"
+    loss_dtype: LossDtype = "float32"
+    keep_logits: KeepLogits = False
+    use_cache: bool = False
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -35,47 +35,33 @@ class Loop(NamedTuple):
 
 
 LOOPS: Mapping[LoopName, Loop] = {
-    "dpprof": Loop(
-        "cross-entropy", "float32", False, False, "loss = losses_of(model(x), y).mean()"
-    ),
+    "dpprof": Loop("loss = losses_of(model(x), y).mean()"),
     "hf-trainer": Loop(
-        "labels",
-        "float32",
-        False,
-        False,
         "transformers 5.23, trainer.py: compute_loss gets loss and logits by labels=, and returns "
         "the loss; use_cache is false",
+        loss="labels",
     ),
     "hf-manual": Loop(
-        "labels",
-        "float32",
-        "next-forward",
-        True,
         "transformers, examples/pytorch/language-modeling/run_clm_no_trainer.py: "
         "outputs = model(**batch); loss = outputs.loss",
+        loss="labels",
+        keep_logits="next-forward",
+        use_cache=True,
     ),
     "opacus-tutorial": Loop(
-        "cross-entropy",
-        "logits",
-        "next-forward",
-        False,
         "Opacus, tutorials/building_image_classifier.ipynb: output = model(images); "
         "loss = criterion(output, target)",
+        loss_dtype="logits",
+        keep_logits="next-forward",
     ),
     "torchtune": Loop(
-        "chunked-cross-entropy",
-        "float32",
-        False,
-        False,
         "torchtune, modules/loss/ce_chunked_output_loss.py and "
         "recipes/full_finetune_single_device.py: del logits",
+        loss="chunked-cross-entropy",
     ),
     "timm": Loop(
-        "cross-entropy",
-        "float32",
-        True,
-        False,
         "timm, benchmark.py: output = self.model(x), in a function that ends with optimizer.step()",
+        keep_logits=True,
     ),
 }
 
