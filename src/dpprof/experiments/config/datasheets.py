@@ -57,16 +57,17 @@ def _read(row: dict[str, Any]) -> Target:
     )
 
 
-_TARGETS = {row["name"].upper().replace("-", "_"): _read(row) for row in _ROWS}
+_TARGETS = {row["name"]: _read(row) for row in _ROWS}
 _BY_DEVICE_NAME = dict(zip((row["driver"] for row in _ROWS), _TARGETS.values(), strict=True))
 
 CPU = None  # this machine: it needs no model of libraries and has no data sheet
 
 
 def __getattr__(name: str) -> Target:
-    if name not in _TARGETS:
+    target = _TARGETS.get(name.lower().replace("_", "-"))
+    if target is None:
         raise AttributeError(f"there is no data sheet {name}")
-    return _TARGETS[name]
+    return target
 
 
 def find_by_device_name(name: str | None) -> Target | None:
@@ -89,5 +90,4 @@ def find_watts(target: Target | None) -> float | None:
 
 def list_targets() -> dict[str, Target]:
     """Return every GPU that has a data sheet here, by name, those with most memory first."""
-    named = {row["name"]: _TARGETS[row["name"].upper().replace("-", "_")] for row in _ROWS}
-    return dict(sorted(named.items(), key=lambda item: -item[1].memory_bytes))
+    return dict(sorted(_TARGETS.items(), key=lambda item: -item[1].memory_bytes))

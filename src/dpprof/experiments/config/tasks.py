@@ -38,26 +38,13 @@ OWN_TASKS: Mapping[str, Task] = dict.fromkeys(
 IMAGE_SIZE = 224
 """The usual height and width of transformers' image models whose config does not state it."""
 
-_OBVIOUS: Mapping[str, Task] = {
-    **dict.fromkeys(
-        ("beit", "convnext", "convnextv2", "deit", "dinov2", "swin", "swinv2", "vit", "vit_msn"),
-        "image-classification",
-    ),
-    **dict.fromkeys(
-        ("bit", "cvt", "efficientnet", "focalnet", "hiera", "levit", "mobilenet_v2", "mobilevit"),
-        "image-classification",
-    ),
-    **dict.fromkeys(
-        ("poolformer", "pvt", "pvt_v2", "regnet", "resnet", "segformer", "swiftformer"),
-        "image-classification",
-    ),
-    **dict.fromkeys(
-        ("bart", "bigbird_pegasus", "led", "longt5", "m2m_100", "marian", "mbart", "mt5"),
-        "seq2seq-lm",
-    ),
-    **dict.fromkeys(("mvp", "pegasus", "t5", "umt5"), "seq2seq-lm"),
+_OBVIOUS: Mapping[Task, str] = {
+    "image-classification": "beit bit convnext convnextv2 cvt deit dinov2 efficientnet focalnet "
+    "hiera levit mobilenet_v2 mobilevit poolformer pvt pvt_v2 regnet resnet segformer swiftformer "
+    "swin swinv2 vit vit_msn",
+    "seq2seq-lm": "bart bigbird_pegasus led longt5 m2m_100 marian mbart mt5 mvp pegasus t5 umt5",
 }
-"""The task that an architecture is trained for where nothing else is stated."""
+"""The architectures that are trained for a task where nothing else is stated."""
 
 
 def name_size(seq_len: int, image_size: int | None) -> str:
@@ -77,4 +64,7 @@ def usual_task(model_type: str) -> Task:
         >>> usual_task("vit"), usual_task("llama")
         ('image-classification', 'causal-lm')
     """
-    return _OBVIOUS.get(model_type, "causal-lm")
+    for task, architectures in _OBVIOUS.items():
+        if model_type in architectures.split():
+            return task
+    return "causal-lm"
