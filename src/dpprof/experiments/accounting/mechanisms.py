@@ -8,7 +8,7 @@ seldom as the data allow.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dpprof.experiments.accounting.noise import find_batch_size
 from dpprof.experiments.accounting.plan import (
@@ -103,20 +103,11 @@ def _find_banded(
 
 def _find_one(privacy: Privacy, name: str, steps: int, momentum: float, error: float) -> int:
     """Find the least batch whose sum has at most an error, relative to the noise multiplier."""
-    return _find_least(
-        lambda size: (
-            _measure(name, steps, privacy.samples // size, momentum).training <= error * size
-        ),
-        privacy.samples // bands_of(name),
-    )
 
+    def suffices(size: int) -> bool:
+        return _measure(name, steps, privacy.samples // size, momentum).training <= error * size
 
-def _find_least(suffices: Callable[[int], bool], most: int) -> int:
-    """Find a batch that suffices where one sample fewer does not.
-
-    Raises:
-        BeyondReachError: The largest does not.
-    """
+    most = privacy.samples // bands_of(name)
     if not suffices(most):
         raise BeyondReachError(f"not even a batch of {most:,} has as little noise in the sum")
     low, high = 0, most
