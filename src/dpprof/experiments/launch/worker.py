@@ -35,9 +35,7 @@ def work(spec: str, instrument: str, phase_fd: int) -> WorkerAnswer:
     needs_ranks = experiment.parallel is not None and instrument not in registry.PREDICTIONS
     if needs_ranks and registry.why_unsupported(experiment, instrument) is None:
         return run_ranks(experiment, instrument, phase_fd)
-    report = run(experiment, instrument, PhaseMark(phase_fd))
-    _lift_memory_limit()
-    return report
+    return run(experiment, instrument, PhaseMark(phase_fd))
 
 
 def work_on_rank(
@@ -49,9 +47,7 @@ def work_on_rank(
     """
     experiment = Experiment.model_validate_json(spec)
     join = partial(_join, experiment, rank, store_fd)
-    report = run(experiment, instrument, PhaseMark(phase_fd), join)
-    _lift_memory_limit()
-    return report
+    return run(experiment, instrument, PhaseMark(phase_fd), join)
 
 
 def work_here(experiment: Experiment, instrument: str, mark: PhaseMark) -> WorkerAnswer:
@@ -149,4 +145,6 @@ def run(
         memory = is_out_of_memory(error, limited=experiment.memory_limit_bytes is not None)
         failure = _describe(error, mark, memory=memory)
         return WorkerAnswer(outcome="oom" if memory else "crashed", error=failure)
+    finally:
+        _lift_memory_limit()
     return WorkerAnswer(outcome="ok", measurement=measurement)
