@@ -46,13 +46,6 @@ def look_at(uuid: str | None) -> Others:
         return Others(memory_bytes=used, load=load, processes=processes)
 
 
-def look_afterwards(uuid: str | None) -> Others:
-    """Return the figures after a run, once the driver's load no longer includes it."""
-    if uuid is not None:
-        time.sleep(SAMPLE_S)
-    return look_at(uuid)
-
-
 def judge_use(
     uuids: Sequence[str | None], seconds: float, otherwise: BusyGpu
 ) -> Callable[[int, int], str | None] | None:

@@ -126,7 +126,9 @@ def _attempt(isolation: Isolation, run: _Run, sink: Sink, forks: Forks | None) -
             attempt = Attempt(outcome="killed", error=error, wall_s=wall_s, others_before=before)
             return _Tried(attempt, terminated=terminated)
         phase = mark.read()
-    after = gpu_contention.look_afterwards(uuid)
+    if uuid is not None:  # the driver's load includes the run for a moment more
+        time.sleep(gpu_contention.SAMPLE_S)
+    after = gpu_contention.look_at(uuid)
     outcome, failure = _judge(ended, experiment, phase)
     if failure is not None and outcome == "oom":
         failure = gpu_contention.tell_others(failure, before, after)

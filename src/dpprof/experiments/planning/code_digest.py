@@ -304,7 +304,8 @@ class CodeInUse:
     """
 
     def __init__(self, digest: Callable[[], str], loaded: str) -> None:
-        self._digest, self._loaded = digest, Path(loaded)
+        self._digest = digest
+        self._digest_of_imported = functools.partial(file_digest, Path(loaded))
         self._imported = self._read(self._digest_of_imported)
         self._at_start = ""
 
@@ -323,9 +324,6 @@ class CodeInUse:
             return at_end
         say("code was edited while it was in use; this result counts as outdated")
         return sha256_hex(f"edited: {self._imported} {self._at_start} {imported} {at_end}")
-
-    def _digest_of_imported(self) -> str:
-        return file_digest(self._loaded)
 
     @staticmethod
     def _read(digest: Callable[[], str]) -> str:
