@@ -37,27 +37,17 @@ except ImportError as error:
     raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
 
 
-_CLASSES: Mapping[Task, tuple[str, str]] = {
-    "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
-    "masked-lm": ("AutoModelForMaskedLM", "MASKED_LM"),
-    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
-    "sequence-classification": (
-        "AutoModelForSequenceClassification",
-        "SEQUENCE_CLASSIFICATION",
-    ),
-    "token-classification": ("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION"),
-    "question-answering": ("AutoModelForQuestionAnswering", "QUESTION_ANSWERING"),
-    "image-classification": ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
+_CLASSES: Mapping[Task, tuple[str, str, str | None]] = {
+    "causal-lm": ("CausalLM", "CAUSAL_LM", "CAUSAL_LM"),
+    "masked-lm": ("MaskedLM", "MASKED_LM", None),
+    "seq2seq-lm": ("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQ_2_SEQ_LM"),
+    "sequence-classification": ("SequenceClassification", "SEQUENCE_CLASSIFICATION", "SEQ_CLS"),
+    "token-classification": ("TokenClassification", "TOKEN_CLASSIFICATION", "TOKEN_CLS"),
+    "question-answering": ("QuestionAnswering", "QUESTION_ANSWERING", "QUESTION_ANS"),
+    "image-classification": ("ImageClassification", "IMAGE_CLASSIFICATION", None),
 }
-"""What transformers builds a task's models with, and how it names the task's architectures."""
-
-_PEFT_TASKS: Mapping[Task, str] = {
-    "causal-lm": "CAUSAL_LM",
-    "seq2seq-lm": "SEQ_2_SEQ_LM",
-    "sequence-classification": "SEQ_CLS",
-    "token-classification": "TOKEN_CLS",
-    "question-answering": "QUESTION_ANS",
-}
+"""The end of the name of what transformers builds a task's models with, how it names the task's
+architectures, and how peft names the task."""
 
 
 _CAUSAL = "causal_sdpa"
@@ -223,7 +213,7 @@ def import_architecture(experiment: Experiment) -> None:
     assert isinstance(experiment.model, Architecture)
     config = read_config(experiment.model)
     try:
-        builder = getattr(transformers, _CLASSES[experiment.task][0])
+        builder = getattr(transformers, f"AutoModelFor{_CLASSES[experiment.task][0]}")
         _ = builder._model_mapping[type(config)]  # noqa: SLF001
     except ImportError as error:
         raise UnsupportedError(f"{config.model_type} needs what is missing: {error}") from error
@@ -263,7 +253,7 @@ def build_hugging_face(experiment: Experiment) -> HuggingFaceModel:
     # None is the library's own choice: sdpa, or eager where the architecture has no sdpa.
     attention = "eager" if experiment.attention == "eager" else None
     transformers.logging.set_verbosity_error()
-    builder = getattr(transformers, _CLASSES[experiment.task][0])
+    builder = getattr(transformers, f"AutoModelFor{_CLASSES[experiment.task][0]}")
     try:
         model = builder.from_config(config, attn_implementation=attention)
     except (ValueError, TypeError, ImportError, KeyError, AttributeError) as error:
@@ -372,7 +362,7 @@ def _add_adapters(model: Any, experiment: Experiment) -> None:
     peft = _import_peft()
     lora = experiment.lora
     assert lora is not None
-    modules, task_type = lora.target_modules, _PEFT_TASKS.get(experiment.task)
+    modules, task_type = lora.target_modules, _CLASSES[experiment.task][2]
     of_vectors = peft.IA3Config(task_type=task_type)
     config = (
         of_vectors
