@@ -42,7 +42,8 @@ def draw_model(experiment: Experiment) -> tuple[nn.Module, Batch]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model, make_batch(model, torch.device("cpu"), experiment, JOINT)
+    joint = experiment.model_copy(update={"batch_size": JOINT})
+    return model, make_batch(model, torch.device("cpu"), joint)
 
 
 def describe(**fields: Any) -> Experiment:

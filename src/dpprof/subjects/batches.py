@@ -23,9 +23,7 @@ MASKED = 0.15
 """The share of tokens that a masked language model has to find (Devlin et al. 2019, "BERT")."""
 
 
-def make_batch(
-    model: nn.Module, device: torch.device, experiment: Experiment, batch_size: int | None = None
-) -> Batch:
+def make_batch(model: nn.Module, device: torch.device, experiment: Experiment) -> Batch:
     """Return a batch of random samples on the device, so no step waits for data.
 
     Tokens are uniform, and the vocabulary's size is that of the model's first embedding. Pixels are
@@ -35,12 +33,10 @@ def make_batch(
 
     A ``WithLosses`` brings its own.
 
-    ``batch_size`` takes the place of the experiment's.
-
     Raises:
         UnsupportedError: The model has no such layer, or brings fewer samples.
     """
-    count = experiment.batch_size if batch_size is None else batch_size
+    count = experiment.batch_size
     own = next((module for module in model.modules() if isinstance(module, WithLosses)), None)
     if own is not None:
         first, *others = own.take(count, _dtype_of_numbers(experiment), device)

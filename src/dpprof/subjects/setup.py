@@ -130,7 +130,7 @@ def set_up(
     facts = ModelFacts(
         parameters_total=sum(map(count_elements, model.parameters())),
         parameters_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        parameters_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        parameters_bytes=sum(p.nbytes for p in model.parameters()),
         unquantized_experts_bytes=count_unquantized_experts(model, experiment),
     )
     model = method.distribute(model, experiment, device)

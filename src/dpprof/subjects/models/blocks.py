@@ -1,6 +1,7 @@
 """The equal blocks of a model: which they are, and the same model with fewer of them."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -94,14 +95,9 @@ def find_blocks(experiment: Experiment) -> Blocks:
     for number, other in enumerate(others, start=1):
         if list(_describe(other)) != described:
             raise NotAlikeError(f"block {number} is not like block 0")
-    held = {
-        is_trained: sum(
-            p.numel() * p.element_size()
-            for p in model.parameters()
-            if p.requires_grad is is_trained
-        )
-        for is_trained in (True, False)
-    }
+    held: Counter[bool] = Counter()
+    for parameter in model.parameters():
+        held[parameter.requires_grad] += parameter.nbytes
     return Blocks(container, count, held[True], held[False])
 
 

@@ -185,7 +185,7 @@ def count_unquantized_experts(model: nn.Module, experiment: Experiment) -> int:
     layers = (layer for layer in model.modules() if not isinstance(layer, nn.Conv1d))
     own = (parameter for layer in layers for parameter in layer.parameters(recurse=False))
     fused = {p for p in own if p.dim() == 3 and p.is_floating_point()}  # noqa: PLR2004
-    return sum(p.numel() * p.element_size() for p in fused)
+    return sum(p.nbytes for p in fused)
 
 
 def scales_of(layer: nn.Module) -> Iterator[Tensor]:
