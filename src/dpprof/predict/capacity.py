@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.target import Target
 from dpprof.experiments.records.result import Capacity, Measurement
 from dpprof.predict.estimate import Traces
 from dpprof.predict.memory.allocator_replay import Placement
@@ -132,7 +131,8 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """
     method = import_method(experiment)
     target = find_target(experiment)
-    budget = _find_budget(experiment, target)
+    here = psutil.virtual_memory().total // experiment.world_size  # ranks share it
+    budget = int(experiment.memory_limit_bytes or (target.memory_bytes if target else here))
     least = method.smallest_batch_size(experiment)
     if least > MOST:
         raise UnsupportedError(
@@ -331,15 +331,6 @@ def _extend(few: dict[int, int]) -> Callable[[int], int]:
     """Return the line through the two largest of a few batches, as a function of the batch size."""
     last = max(few)
     return lambda size: few.get(size) or few[last] + (size - last) * (few[last] - few[last - 1])
-
-
-def _find_budget(experiment: Experiment, target: Target | None) -> int:
-    """Return the experiment's limit, else the target's memory, else this machine's."""
-    if experiment.memory_limit_bytes is not None:
-        return int(experiment.memory_limit_bytes)
-    if target is None:  # ranks share it
-        return psutil.virtual_memory().total // experiment.world_size
-    return int(target.memory_bytes)
 
 
 def _explain(experiment: Experiment, batches: _Batches, parameters_bytes: int) -> str:

@@ -68,24 +68,20 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
-def _as_if_known(step: Callable[..., None]) -> Callable[..., None]:
-    """Let an optimizer read 1 where it reads an element: it does the same, whatever it reads."""
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        with substitute(Tensor, "item", lambda _: 1.0):
-            step(*args, **kwargs)
-
-    return run
-
-
 @contextmanager
 def _fake_optimizers() -> Iterator[None]:
     """Let optimizers run that need elements of tensors."""
     # By name in sys.modules: torch.optim removes this module from its own attributes.
     adafactor = importlib.import_module("torch.optim._adafactor")
+    step = adafactor._single_tensor_adafactor  # noqa: SLF001 (no public name)
+
+    def step_as_if_known(*args: Any, **kwargs: Any) -> None:
+        # It reads elements, and does the same whatever it reads.
+        with substitute(Tensor, "item", lambda _: 1.0):
+            step(*args, **kwargs)
+
     with ExitStack() as within:
-        name = "_single_tensor_adafactor"
-        within.enter_context(substitute(adafactor, name, _as_if_known(getattr(adafactor, name))))
+        within.enter_context(substitute(adafactor, "_single_tensor_adafactor", step_as_if_known))
         if "bitsandbytes" in sys.modules:  # its 8-bit optimizers make a map, of its elements
             functional = import_bitsandbytes().functional
             within.enter_context(substitute(functional, "create_dynamic_map", make_dynamic_map))
