@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, _meta_registrations
@@ -116,37 +116,8 @@ _default_device = torch._C._get_default_device  # noqa: SLF001 (no public name)
 _WithoutModes = torch._C._DisableTorchDispatch  # noqa: SLF001
 
 
-class _Plain(NamedTuple):
-    """A result that is no tensor."""
-
-    value: Any
-
-
-class _Argument(NamedTuple):
-    """A result that is one of the arguments."""
-
-    number: int
-
-
-class _New(NamedTuple):
-    """A new tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    offset: int
-    of: int | None  # the argument whose storage it has; None if it has its own
-
-
-class _Several(NamedTuple):
-    """A tuple or list of results."""
-
-    kind: type[tuple[Any, ...] | list[Any]]
-    each: "list[_Recipe]"
-
-
-_Recipe = _Plain | _Argument | _New | _Several
+_Recipe = Callable[[FakeTensorMode, list[FakeTensor]], Any]
+"""Makes a result again, from the tensors among the arguments."""
 
 _recipes: dict[tuple[Any, ...], _Recipe | None] = {}
 """What a call returns, by the operator and all that its result depends on; None where that is not
@@ -177,7 +148,7 @@ class FakeOperators:
         key = tuple(described)
         recipe = _recipes.get(key)
         if recipe is not None:
-            return self._make(recipe, tensors)
+            return recipe(self._mode, tensors)
         out = func(*args, **kwargs)
         if key not in _recipes:
             again: list[Any] = described[: 3 + len(kwargs)]
@@ -210,22 +181,6 @@ class FakeOperators:
                 return False
         return True
 
-    def _make(self, recipe: _Recipe, tensors: list[FakeTensor]) -> Any:
-        if isinstance(recipe, _New):
-            shape, stride, dtype, device, offset, of = recipe
-            with _WithoutModes():
-                if of is None:
-                    made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                else:
-                    made = torch.empty(0, dtype=dtype, device="meta")
-                    made.set_(tensors[of].untyped_storage(), offset, shape, stride)
-            return FakeTensor(self._mode, made, device)
-        if isinstance(recipe, _Argument):
-            return tensors[recipe.number]
-        if isinstance(recipe, _Several):
-            return recipe.kind(self._make(part, tensors) for part in recipe.each)
-        return recipe.value
-
 
 def _is_ordinary(tensor: FakeTensor) -> bool:
     """Return whether shape, strides, dtype and device say all that results depend on."""
@@ -242,11 +197,13 @@ def _learn(func: Any, out: Any, tensors: list[FakeTensor]) -> _Recipe | None:
     if not is_known or _DEPENDS_ON_MORE.intersection(func.tags):
         return None
     if isinstance(out, _PLAIN):
-        return _Plain(out)
+        return lambda *_: out
     if isinstance(out, list | tuple):
-        each = [_learn(func, item, tensors) for item in out]
+        kind, each = type(out), [_learn(func, item, tensors) for item in out]
         recipes = [part for part in each if part is not None]
-        return _Several(type(out), recipes) if len(recipes) == len(each) else None
+        if len(recipes) < len(each):
+            return None
+        return lambda mode, tensors: kind(make(mode, tensors) for make in recipes)
     is_tensor = isinstance(out, FakeTensor) and _is_ordinary(out) and not out.requires_grad
     return _learn_tensor(out, tensors) if is_tensor else None
 
@@ -262,11 +219,21 @@ def _learn_tensor(out: FakeTensor, tensors: list[FakeTensor]) -> _Recipe | None:
     if len(numbers or sharing) > 1:  # later they may be different tensors
         return None
     if numbers:
-        return _Argument(*numbers)
+        return lambda _, tensors: tensors[numbers[0]]
     shape, stride = tuple(out.shape), out.stride()
     with _WithoutModes():
         least = torch.empty_strided(shape, stride, dtype=out.dtype, device="meta")
     if not sharing and storage.nbytes() != least.untyped_storage().nbytes():
         return None
-    of = next(iter(sharing), None)
-    return _New(shape, stride, out.dtype, out.fake_device, int(out.storage_offset()), of)
+    dtype, device, offset = out.dtype, out.fake_device, int(out.storage_offset())
+
+    def make(mode: FakeTensorMode, tensors: list[FakeTensor]) -> FakeTensor:
+        with _WithoutModes():
+            if sharing:
+                made = torch.empty(0, dtype=dtype, device="meta")
+                made.set_(tensors[sharing[0]].untyped_storage(), offset, shape, stride)
+            else:
+                made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, made, device)
+
+    return make
