@@ -31,8 +31,6 @@ TEMPLATE_KEY = "__use_yte__"
 """The key that makes Snakemake treat a config as a template, whose expressions it executes."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
-_CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 """Numbers that YAML 1.1 reads as octal, or as minutes and seconds: 010 is 8, 4:00 is 240."""
@@ -163,7 +161,8 @@ def _measure_text(text: str) -> None:
     """Refuse YAML that is too deep or too long before it is constructed."""
     depth = values = 0
     for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, _OPENING) - isinstance(event, _CLOSING)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
         values += isinstance(event, yaml.ScalarEvent)
         if depth > MAX_DEPTH:
             raise InputError(_TOO_DEEP)
