@@ -66,18 +66,17 @@ def find_blocks(experiment: Experiment) -> Blocks:
     Raises:
         NotAlikeError: They differ, or the model has no blocks that are known.
     """
-    dimensions = _dimensions(experiment)
+    recipe = find_recipe(experiment)
     if experiment.checkpointed_share < 1:
         raise NotAlikeError("some blocks are checkpointed")
-    if dimensions is None and not isinstance(experiment.model, Architecture):
+    if not isinstance(recipe, Dimensions | Architecture):
         raise NotAlikeError("a function builds the model")  # which may need its elements
     with torch.device("meta"):
         model = build_model(experiment)
-    if dimensions is not None:
-        container, count = "blocks", dimensions.layers
+    if isinstance(recipe, Dimensions):
+        container, count = "blocks", recipe.layers
     else:
-        assert isinstance(experiment.model, Architecture)
-        config = _read_config(experiment.model)
+        config = _read_config(recipe)
         if not hasattr(config, "num_hidden_layers"):
             raise NotAlikeError("its config counts stages, and no blocks")
         _refuse_lists(config)
@@ -103,26 +102,17 @@ def find_blocks(experiment: Experiment) -> Blocks:
 
 def with_blocks(experiment: Experiment, count: int) -> Experiment:
     """Return an experiment whose model has another number of blocks."""
-    dimensions = _dimensions(experiment)
-    if dimensions is not None:
-        return experiment.model_copy(
-            update={"model": dimensions.model_copy(update={"layers": count})}
-        )
-    assert isinstance(experiment.model, Architecture)
-    config = _read_config(experiment.model)
-    settings = dict(experiment.model.config)
+    recipe = find_recipe(experiment)
+    if isinstance(recipe, Dimensions):
+        return experiment.model_copy(update={"model": recipe.model_copy(update={"layers": count})})
+    config, settings = _read_config(recipe), recipe.config
     for key, value in settings.items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             settings[key] = value[:count]
     named = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     settings[named if named in settings else "num_hidden_layers"] = count
-    model = Architecture(hf=experiment.model.hf, task=experiment.model.task, **settings)
+    model = Architecture(hf=recipe.hf, task=recipe.task, **settings)
     return experiment.model_copy(update={"model": model})
-
-
-def _dimensions(experiment: Experiment) -> Dimensions | None:
-    recipe = find_recipe(experiment)
-    return recipe if isinstance(recipe, Dimensions) else None
 
 
 def _read_config(architecture: Architecture) -> Any:
