@@ -5,6 +5,7 @@ what it declares. Only this comes before it loads a ``--configfile``.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -104,13 +105,9 @@ def parse_config_text(text: str) -> Any:
 
 def _parse(text: str) -> Any:
     if text.lstrip().startswith("{"):
-        try:
+        # A mapping in YAML may begin the same way.
+        with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(text, object_pairs_hook=_mapping_of)
-        except InputError:
-            raise
-        except ValueError:  # not JSON; a mapping in YAML may begin the same way
-            pass
-        else:
             _measure_json(value)
             return value
     _measure_text(text)
@@ -143,18 +140,15 @@ def _refuse_twice(keys: Iterable[str], line: int | None = None) -> None:
         seen.add(key)
 
 
-def _measure_json(value: Any) -> None:
-    """Refuse JSON that is too deep or too long; JSON has no aliases."""
-    waiting, values = [(value, 1)], 0
-    while waiting:
-        item, depth = waiting.pop()
-        values += 1
-        if depth > MAX_DEPTH:
-            raise InputError(_TOO_DEEP)
-        if values > 2 * MAX_VALUES:
-            raise InputError(_TOO_LONG)
-        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        waiting += [(below, depth + 1) for below in inner]
+def _measure_json(value: Any, depth: int = 1) -> int:
+    """Return the number of values, or refuse JSON that is too deep or too long."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if depth > MAX_DEPTH:
+        raise InputError(_TOO_DEEP)
+    values = 1 + sum(_measure_json(below, depth + 1) for below in inner)
+    if values > 2 * MAX_VALUES:
+        raise InputError(_TOO_LONG)
+    return values
 
 
 def _measure_text(text: str) -> None:

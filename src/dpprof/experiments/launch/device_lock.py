@@ -194,13 +194,11 @@ def hold_one(
 def _open_all(names: Iterable[str]) -> Iterator[dict[str, int]]:
     """Open the files of locks, each once, and close them at the end, which releases the locks."""
     files: dict[str, int] = {}
-    try:
+    with contextlib.ExitStack() as closing:
         for name in dict.fromkeys(names):
             files[name] = _open(lock_path(name))
+            closing.callback(os.close, files[name])
         yield files
-    finally:
-        for descriptor in files.values():
-            os.close(descriptor)
 
 
 def _take(files: Mapping[str, int], locks: Sequence[str], how: int) -> str | None:
