@@ -4,17 +4,16 @@ Shape legend: B batch.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.experiments.config.experiment import Experiment
-from dpprof.experiments.config.loops import Loss
 from dpprof.experiments.config.refusals import INDEPENDENT
 from dpprof.experiments.records.result import NormChoice
 from dpprof.experiments.records.terms import Component
@@ -29,19 +28,12 @@ from dpprof.private.norms.code_paths import Watch
 from dpprof.private.norms.triton_ops import chosen_tiles, explain_missing_tiles
 from dpprof.private.substitutes import substitute
 from dpprof.subjects.methods.losses import losses_of
-from dpprof.subjects.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
+from dpprof.subjects.methods.training_step import Batch, ClipGroup, Enter, VersatileStep
 
 
-class ClippedStep(TrainingStep):
+class ClippedStep(VersatileStep):
     """A step whose gradient a ``Clipping`` clips."""
 
-    parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp", "hsdp")
-    executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
-    heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
-    losses: ClassVar[Collection[str]] = get_args(Loss)
-    knows_formats: ClassVar[bool] = True
-    accumulates: ClassVar[bool] = True
-    correlates: ClassVar[bool] = True
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     births: ClassVar[Mapping[Function, Component]] = {clip_factor: "norm_samples"}

@@ -1,30 +1,22 @@
 """Non-private training: the baseline of every ratio."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 
-from dpprof.experiments.config.loops import Loss
 from dpprof.experiments.config.mechanisms import NO_CLIPPING
 from dpprof.private.capture.cuda_graphs import CudaGraphs, make_capturable
 from dpprof.subjects.methods.losses import losses_of
-from dpprof.subjects.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
+from dpprof.subjects.methods.training_step import Batch, ClipGroup, Enter, VersatileStep
 from dpprof.subjects.models.distribute import exchange_gradients
 
 
-class Standard(TrainingStep):
+class Standard(VersatileStep):
     """Plain SGD or AdamW on the mean loss, without clipping and noise."""
 
     mechanism: ClassVar[str] = NO_CLIPPING
-    parallel_kinds = ("ddp", "fsdp", "hsdp")
-    executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
-    accumulates: ClassVar[bool] = True
     exchanges: ClassVar[Collection[str]] = ("last", "each")
-    correlates: ClassVar[bool] = True
-    heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
-    losses: ClassVar[Collection[str]] = get_args(Loss)
-    knows_formats: ClassVar[bool] = True
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""

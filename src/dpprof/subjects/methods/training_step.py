@@ -14,13 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.experiments.config.experiment import Experiment
+from dpprof.experiments.config.loops import Loss
 from dpprof.experiments.config.mechanisms import FLAT
 from dpprof.experiments.records.result import NormChoice
 from dpprof.experiments.records.terms import Component, Phase
@@ -254,6 +255,18 @@ class TrainingStep(ABC):
         ``watch`` is called instead of each sampler; never if the method has none.
         """
         return nullcontext()
+
+
+class VersatileStep(TrainingStep):
+    """A step that runs in every way that an experiment may ask for, but with one exchange."""
+
+    parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp", "hsdp")
+    executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
+    accumulates = True
+    correlates = True
+    heads: ClassVar[Collection[str]] = ("logits", "chunked", "kept")
+    losses: ClassVar[Collection[str]] = get_args(Loss)
+    knows_formats = True
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
