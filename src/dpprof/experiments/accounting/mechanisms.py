@@ -55,10 +55,10 @@ def _plan(
         return plan.model_copy(update={"reason": why})
     of = Schedule(privacy.samples, bands * size, math.ceil(steps / bands))
     multiplier, accountant = planned.noise_multiplier or 0.0, planned.accountant
+    epsilon, delta = privacy.epsilon[0], privacy.delta
     try:
         if name != _INDEPENDENT:
             counted = _ONE_MECHANISM if is_one else of
-            epsilon, delta = privacy.epsilon[0], privacy.delta
             multiplier, accountant = find_tightest(
                 lambda by: find_noise_multiplier(counted, epsilon, delta, by), privacy.accountant
             )
@@ -77,7 +77,10 @@ def _plan(
             batch = _find_one(privacy, name, steps, momentum, target / multiplier)
         elif name != _INDEPENDENT:
             each = target / _measure(name, steps, bands, momentum).training
-            batch, equal = _find_banded(privacy, of, bands, each)
+            turn = describe_noise(of, each / bands * of.batch_size, None)  # of a turn of all folds
+            drawn = find_batch_size(turn, privacy.samples, epsilon, delta, privacy.accountant)
+            batch = math.ceil(drawn / bands)
+            equal = each * batch
     except BeyondReachError as error:
         return plan.model_copy(update={"reason": str(error)})
     return plan.model_copy(update={"batch_size": batch, "batch_noise_multiplier": equal})
@@ -87,18 +90,6 @@ def _measure(name: str, steps: int, folds: int, momentum: float) -> NoiseErrors:
     noise = "bisr" if name.startswith("bisr") else "banded"
     strategy = make_strategy(noise, steps=steps, bands=bands_of(name), folds=folds)
     return find_errors(strategy, momentum=momentum)
-
-
-def _find_banded(
-    privacy: Privacy, of: Schedule, bands: int, step_noise: float
-) -> tuple[int, float]:
-    """Find the least batch that ``step_noise`` times the batch is enough noise for."""
-    turn = describe_noise(of, step_noise / bands * of.batch_size, None)  # of a turn of all folds
-    drawn = find_batch_size(
-        turn, privacy.samples, privacy.epsilon[0], privacy.delta, privacy.accountant
-    )
-    batch = math.ceil(drawn / bands)
-    return batch, step_noise * batch
 
 
 def _find_one(privacy: Privacy, name: str, steps: int, momentum: float, error: float) -> int:

@@ -223,7 +223,10 @@ class GpuModel:
                 spread = math.hypot(time.spread, MISALIGNED.spread)
                 time = OpTime(time.seconds / MISALIGNED.value, spread, "data sheet")
         elif cost.convolution:
-            time = self._predict_convolution(cost)
+            times = [self._predict_product(shape, cost.dtype) for shape in cost.convolution]
+            seconds = sum(time.seconds for time in times) / CONVOLUTIONS.value
+            spread = math.hypot(max(time.spread for time in times), CONVOLUTIONS.spread)
+            time = OpTime(seconds, spread, "data sheet")
         elif cost.attention is not None:
             time = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
@@ -267,12 +270,6 @@ class GpuModel:
     @property
     def _share_in_float32(self) -> float:
         return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
-
-    def _predict_convolution(self, cost: Cost) -> OpTime:
-        times = [self._predict_product(shape, cost.dtype) for shape in cost.convolution]
-        seconds = sum(time.seconds for time in times) / CONVOLUTIONS.value
-        spread = max(time.spread for time in times)
-        return OpTime(seconds, math.hypot(spread, CONVOLUTIONS.spread), "data sheet")
 
     def _on_tensor_cores(self, op_dtype: str) -> bool:
         ceiling = ceiling_of(op_dtype, self._dtype)
