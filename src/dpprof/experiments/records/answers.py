@@ -49,29 +49,28 @@ class KeptAnswers(Mapping[str, str]):
     def __init__(self) -> None:
         with zipfile.ZipFile(_KEPT) as archive:
             self._members = archive.namelist()
-        self._read: dict[str, dict[str, str]] = {}
 
     def __getitem__(self, name: str) -> str:
         """Return the text of a file."""
         place = bisect.bisect(self._members, name)
         if not place:
             raise KeyError(name)
-        return self._load(self._members[place - 1])[name]
+        return _load(self._members[place - 1])[name]
 
     def __iter__(self) -> Iterator[str]:
         """Return the names of all files."""
-        return (name for member in self._members for name in self._load(member))
+        return (name for member in self._members for name in _load(member))
 
     def __len__(self) -> int:
         """Return the number of files."""
         return sum(1 for _ in self)
 
-    def _load(self, member: str) -> dict[str, str]:
-        if member not in self._read:
-            with zipfile.ZipFile(_KEPT) as archive:  # opened anew: forked processes read too
-                *lines, _ = archive.read(member).decode().split("\0")
-            self._read[member] = dict(zip(lines[::2], lines[1::2], strict=True))
-        return self._read[member]
+
+@functools.cache
+def _load(member: str) -> dict[str, str]:
+    with zipfile.ZipFile(_KEPT) as archive:  # opened anew: forked processes read too
+        *lines, _ = archive.read(member).decode().split("\0")
+    return dict(zip(lines[::2], lines[1::2], strict=True))
 
 
 @functools.cache
