@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from dpprof.experiments.records.step_costs import Snapshot
 from dpprof.experiments.records.terms import Phase
@@ -18,37 +19,28 @@ _AFTER: dict[Phase, str] = {
 }
 
 
+@dataclass
 class Snapshots:
-    """Collects snapshots at named moments.
+    """Collects snapshots at named moments."""
 
-    Args:
-        counters: Reads the allocator at a moment of this name.
-        components: Returns bytes by component; None to leave them out.
-        rss: Returns resident memory; None to leave it out.
-    """
+    counters: Callable[[str], Counters]  # reads the allocator at a moment of this name
+    components: Callable[[TensorHolders], dict[str, int]] | None = None
+    """Returns bytes by component; None to leave them out."""
 
-    def __init__(
-        self,
-        counters: Callable[[str], Counters],
-        components: Callable[[TensorHolders], dict[str, int]] | None = None,
-        rss: Callable[[], int] | None = None,
-    ) -> None:
-        self._counters = counters
-        self._components = components
-        self._rss = rss
-        self._start = time.perf_counter()
-        self.taken: dict[str, Snapshot] = {}
+    rss: Callable[[], int] | None = None  # returns resident memory; None to leave it out
+    start: float = field(default_factory=time.perf_counter)
+    taken: dict[str, Snapshot] = field(default_factory=dict)
 
     def take(self, name: str, holders: TensorHolders) -> None:
         """Record a moment under a name, replacing an earlier one of this name."""
-        counters = self._counters(name)
+        counters = self.counters(name)
         self.taken[name] = Snapshot(
             name=name,
             allocated_bytes=counters.allocated_bytes,
             reserved_bytes=counters.reserved_bytes,
-            rss_bytes=self._rss and self._rss(),
-            elapsed_s=time.perf_counter() - self._start,
-            components=self._components and self._components(holders),
+            rss_bytes=self.rss and self.rss(),
+            elapsed_s=time.perf_counter() - self.start,
+            components=self.components and self.components(holders),
         )
 
     def watch_step(self, training: Training, enter: Enter) -> None:

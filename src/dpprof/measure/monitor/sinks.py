@@ -1,11 +1,7 @@
-"""Where metrics are written: TensorBoard, Weights & Biases, or any callable."""
+"""Where metrics are written: Weights & Biases, or any callable."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from dpprof.measure.traces.tensorboard_events import TensorBoard
-
-__all__ = ["Sink", "TensorBoard", "WeightsAndBiases"]
 
 Sink = Callable[[int, Mapping[str, float]], None]
 """Called with a step's number and its values by name. The monitor calls its ``close``, if any."""
