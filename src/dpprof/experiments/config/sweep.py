@@ -128,16 +128,14 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
         InputError: A sweep leaves out a required key, or has too many runs.
     """
     auto = functools.cache(resolve_device)
-
-    def resolved(keys: dict[str, Any]) -> dict[str, Any]:
-        return keys | {"device": [auto() if v == "auto" else v for v in keys["device"]]}
-
     defaults = stated_keys(config.defaults)
     sweeps = {name: defaults | stated_keys(sweep) for name, sweep in config.sweeps.items()}
     _refuse_missing(sweeps)
     _refuse_too_many(sweeps)
     excluded = [stated_keys(entry) for entry in config.exclude]
-    excluded = [resolved(keys) if "device" in keys else keys for keys in excluded]
+    for keys in excluded:
+        if "device" in keys:
+            keys["device"] = [auto() if device == "auto" else device for device in keys["device"]]
     dropped = [{key: set(values) for key, values in keys.items()} for keys in excluded if keys]
     runs: dict[str, list[Run]] = {}
     for name, keys in sweeps.items():

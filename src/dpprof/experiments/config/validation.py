@@ -179,6 +179,7 @@ def explain(
     ``model`` is what was validated, for its allowed keys; ``names`` are those that exist, by
     key. With ``options``, keys are spelled as ``spell`` spells them.
     """
+    name_of = spell if options else str
     missing: dict[str, list[str]] = {}
     sentences: dict[str, None] = {}
     for problem in error.errors(include_url=False):
@@ -189,11 +190,9 @@ def explain(
             sentences[_sentence(problem, model, options, names or {})] = None
     for parent, absent in missing.items():
         if parent:
-            where = spell(parent) if options else parent
-            sentences[f"{where}: missing {', '.join(absent)}"] = None
+            sentences[f"{name_of(parent)}: missing {', '.join(absent)}"] = None
         else:
-            told = map(spell, absent) if options else absent
-            sentences[f"missing: {', '.join(told)}"] = None
+            sentences[f"missing: {', '.join(map(name_of, absent))}"] = None
     return InputError("\n".join(limit_lines(list(sentences))))
 
 
