@@ -11,12 +11,10 @@ from dpprof.experiments.config.quantities import Count, Fraction, Positive, opti
 PARTS = ("all", "lora", "bias", "head")
 """The parts of a model that ``trainable`` knows by name; any other text is a regular expression."""
 
-_read_numbers = read_pairs("rank=16,alpha=32")
-
 
 def _read_pairs(value: Any) -> Any:
     """Return a mapping for a text of pairs, and for ``ia3``."""
-    return {"rank": 1, "ia3": True} if value == "ia3" else _read_numbers(value)
+    return {"rank": 1, "ia3": True} if value == "ia3" else read_pairs(value, "rank=16,alpha=32")
 
 
 def _read_modules(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """How a config names a model, a method or a target, and describes a model by its sizes."""
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -53,15 +52,11 @@ class RecurrentSizes(BaseModel, frozen=True, extra="forbid"):
         return self.model_copy(update=small)
 
 
-def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | None]:
-    """Return a function that tags a value as a name or a mapping; tags are not part of a key."""
-
-    def kind(value: Any) -> str | None:
-        if isinstance(value, str):
-            return validation.NAME_TAG
-        return tag if isinstance(value, dict | mapping) else None
-
-    return kind
+def _tell_apart(mapping: type[BaseModel], tag: str, value: Any) -> str | None:
+    """Tag a value as a name or a mapping; tags are not part of a key."""
+    if isinstance(value, str):
+        return validation.NAME_TAG
+    return tag if isinstance(value, dict | mapping) else None
 
 
 def _kind_of_model(value: Any) -> str | None:
@@ -69,7 +64,7 @@ def _kind_of_model(value: Any) -> str | None:
         return validation.ARCHITECTURE_TAG
     if isinstance(value, RecurrentSizes) or (isinstance(value, dict) and "hidden" in value):
         return validation.RECURRENT_TAG
-    return _tell_apart(Dimensions, validation.DIMENSIONS_TAG)(value)
+    return _tell_apart(Dimensions, validation.DIMENSIONS_TAG, value)
 
 
 class _Overrides(BaseModel, extra="allow"):
@@ -99,7 +94,7 @@ Model = Annotated[
 For = Annotated[
     Annotated[Name, Tag(validation.NAME_TAG)] | Annotated[Target, Tag(validation.TARGET_TAG)],
     Discriminator(
-        _tell_apart(Target, validation.TARGET_TAG),
+        lambda value: _tell_apart(Target, validation.TARGET_TAG, value),
         custom_error_type="target_kind",
         custom_error_message="it must be a target's name, or a mapping of memory_bytes, "
         "flops_per_s and bandwidth_bytes_per_s",

@@ -1,5 +1,6 @@
 """Data-parallel training: several ranks that train one model."""
 
+from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
@@ -95,5 +96,7 @@ def read_world_size(text: object) -> int:
 
 AsParallel = Annotated[
     Parallel,
-    BeforeValidator(read_pairs("kind=fsdp,world_size=8"), json_schema_input_type=Parallel | str),
+    BeforeValidator(
+        partial(read_pairs, example="kind=fsdp,world_size=8"), json_schema_input_type=Parallel | str
+    ),
 ]

@@ -1,7 +1,6 @@
 """The kinds of numbers in a config, with their allowed ranges."""
 
 import re
-from collections.abc import Callable
 from decimal import Decimal
 from typing import Annotated, Any
 
@@ -26,21 +25,17 @@ def refuse_bool(value: Any) -> Any:
     return value
 
 
-def read_pairs(example: str) -> Callable[[Any], Any]:
-    """Return a function from a text such as the example to the mapping that it spells."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        pairs: dict[str, Any] = {}
-        for part in value.split(","):
-            key, equals, text = part.partition("=")
-            if not equals:
-                raise ValueError(f"it must be a mapping, or pairs such as {example}")
-            pairs[key.strip()] = text.strip()
-        return pairs
-
-    return read
+def read_pairs(value: Any, example: str) -> Any:
+    """Return the mapping that a text such as the example spells; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    pairs: dict[str, Any] = {}
+    for part in value.split(","):
+        key, equals, text = part.partition("=")
+        if not equals:
+            raise ValueError(f"it must be a mapping, or pairs such as {example}")
+        pairs[key.strip()] = text.strip()
+    return pairs
 
 
 def optional(description: str, **settings: Any) -> Any:

@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 
 Lengths = tuple[tuple[Count, Positive], ...]  # each with the number of batches that have it
 
-_read_text = read_pairs("128=40,512=25")
-
 
 def _read_lengths(value: Any) -> Any:
     """Return pairs of a length and a number of batches, for a mapping or a text."""
-    value = _read_text(value)
+    value = read_pairs(value, "128=40,512=25")
     return tuple(value.items()) if isinstance(value, Mapping) else value
 
 

@@ -5,6 +5,7 @@ Each file has the version of its schema and, as ``content_digest``, a digest of 
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -55,18 +56,14 @@ class _Provenance(BaseModel, extra="allow"):
     git: dict[str, Any] = {}
 
 
-def _fitting(kind: type[BaseModel]) -> AfterValidator:
-    """Return the check that a mapping fits a model; it stays a mapping, with all that it says."""
-
-    def check(value: dict[str, Any]) -> dict[str, Any]:
-        kind.model_validate(value)
-        return value
-
-    return AfterValidator(check)
+def _fit(kind: type[BaseModel], value: dict[str, Any]) -> dict[str, Any]:
+    """Check that a mapping fits a model; it stays a mapping, with all that it says."""
+    kind.model_validate(value)
+    return value
 
 
-Device = Annotated[dict[str, Any], _fitting(_Device)]
-Provenance = Annotated[dict[str, Any], _fitting(_Provenance)]
+Device = Annotated[dict[str, Any], AfterValidator(partial(_fit, _Device))]
+Provenance = Annotated[dict[str, Any], AfterValidator(partial(_fit, _Provenance))]
 
 Record = TypeVar("Record", bound=Part)
 
