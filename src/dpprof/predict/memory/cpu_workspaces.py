@@ -19,7 +19,7 @@ product, up to a few hundred KiB.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -206,23 +206,19 @@ WRAPPING = frozenset(
 _DTYPES = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
 
 
-def _with_number(others: Workspace) -> Workspace:
+def _with_number(others: Workspace, x: Any, *args: Any, **kwargs: Any) -> Sequence[int]:
     """Return the bytes of a number as a tensor, and of its copy in the result's dtype, too."""
-
-    def find(x: Any, *args: Any, **kwargs: Any) -> Sequence[int]:
-        taken = others(x, *args, **kwargs)
-        wrapped = _DTYPES.get(type(args[0])) if args else None
-        if wrapped is None or not isinstance(x, Tensor):
-            return taken
-        computed = torch.result_type(x, args[0])
-        return wrapped.itemsize, 0 if computed is wrapped else computed.itemsize, *taken
-
-    return find
+    taken = others(x, *args, **kwargs)
+    wrapped = _DTYPES.get(type(args[0])) if args else None
+    if wrapped is None or not isinstance(x, Tensor):
+        return taken
+    computed = torch.result_type(x, args[0])
+    return wrapped.itemsize, 0 if computed is wrapped else computed.itemsize, *taken
 
 
 CPU_WORKSPACES: Mapping[Any, Workspace] = {
     **_WORKSPACES,
-    **{p: _with_number(_WORKSPACES.get(p, lambda *_, **__: ())) for p in WRAPPING},
+    **{p: partial(_with_number, _WORKSPACES.get(p, lambda *_, **__: ())) for p in WRAPPING},
 }
 """Functions from an operator's arguments to bytes, by overload packet."""
 

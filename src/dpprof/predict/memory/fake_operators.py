@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,19 +65,15 @@ def _differentiate_group_norm(
     )
 
 
-def _make_window(make: Any) -> Callable[..., Tensor]:
-    """Return what makes a window; a periodic one lacks the last element of its storage."""
-
-    def run(*args: Any, **options: Any) -> Tensor:
-        window: Tensor = make(*args, **options)
-        length, is_periodic = len(window), len(args) == 1 or args[1]
-        return window.new_empty((length + (length > 1 and is_periodic),))[:length]
-
-    return run
+def _make_window(make: Any, *args: Any, **options: Any) -> Tensor:
+    """Make a window; a periodic one lacks the last element of its storage."""
+    window: Tensor = make(*args, **options)
+    length, is_periodic = len(window), len(args) == 1 or args[1]
+    return window.new_empty((length + (length > 1 and is_periodic),))[:length]
 
 
 _WINDOWS = {
-    overload: _make_window(overload)
+    overload: partial(_make_window, overload)
     for packet in (
         *(aten.bartlett_window, aten.blackman_window, aten.hamming_window),
         *(aten.hann_window, aten.kaiser_window),

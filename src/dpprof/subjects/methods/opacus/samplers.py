@@ -10,6 +10,7 @@ gradients. So the rules get zeros as the gradients of padding. A test fails once
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
@@ -31,20 +32,17 @@ def leave_padding_out(module: AbstractGradSampleModule) -> None:
     for table in _TABLES:
         samplers: dict[type[nn.Module], Any] = getattr(module, table, {})
         if nn.Embedding in samplers:
-            replaced = _leave_padding_out(samplers[nn.Embedding])
+            replaced = partial(_leave_padding_out, samplers[nn.Embedding])
             setattr(module, table, samplers | {nn.Embedding: replaced})
 
 
-def _leave_padding_out(sampler: Sampler) -> Sampler:
-    def sample(
-        layer: nn.Embedding, activations: list[Tensor], backprops: Tensor
-    ) -> dict[nn.Parameter, Tensor]:
-        if layer.padding_idx is not None:
-            is_padding = activations[0] == layer.padding_idx
-            backprops = backprops.masked_fill(is_padding[..., None], 0)
-        return sampler(layer, activations, backprops)
-
-    return sample
+def _leave_padding_out(
+    sampler: Sampler, layer: nn.Embedding, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    if layer.padding_idx is not None:
+        is_padding = activations[0] == layer.padding_idx
+        backprops = backprops.masked_fill(is_padding[..., None], 0)
+    return sampler(layer, activations, backprops)
 
 
 @contextmanager
@@ -56,25 +54,24 @@ def watch_hooks(module: AbstractGradSampleModule, watch: Watch) -> Iterator[None
     output.
     """
 
-    def watched(path: OpacusPath, sampler: Callable[..., Any]) -> Callable[..., Any]:
-        def sample(layer: nn.Module, *inputs: Any) -> Any:
-            return watch(layer, path, lambda *arguments: sampler(layer, *arguments), inputs)
+    def watched(
+        path: OpacusPath, sampler: Callable[..., Any], layer: nn.Module, *inputs: Any
+    ) -> Any:
+        return watch(layer, path, partial(sampler, layer), inputs)
 
-        return sample
-
-    def watched_functorch(layer: nn.Module, sampler: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *inputs: watch(layer, OpacusPath.FUNCTORCH, sampler, inputs)
+    def watched_functorch(layer: nn.Module, sampler: Callable[..., Any], *inputs: Any) -> Any:
+        return watch(layer, OpacusPath.FUNCTORCH, sampler, inputs)
 
     with ExitStack() as watching:
         for table, path in _TABLES.items():
             samplers = getattr(module, table, {})
-            replaced = {kind: watched(path, sampler) for kind, sampler in samplers.items()}
+            replaced = {kind: partial(watched, path, sampler) for kind, sampler in samplers.items()}
             if replaced:
                 watching.enter_context(substitute(module, table, replaced))
         for layer in module.modules():
             own = vars(layer).get("ft_compute_sample_grad")
             if own is not None:
-                replacement = watched_functorch(layer, own)
+                replacement = partial(watched_functorch, layer, own)
                 watching.enter_context(substitute(layer, "ft_compute_sample_grad", replacement))
         yield
 
