@@ -24,10 +24,8 @@ WAIT_UNDER_A_SCHEDULER_S = 600.0
 
 def host_memory_mb(experiment: Experiment) -> int:
     """Return the host memory, in MiB, that a measurement should be given."""
-    limit, ranks = experiment.memory_limit_bytes, experiment.world_size
+    limit, ranks = experiment.memory_limit_bytes or 0, experiment.world_size
     own = _HOST_MB[experiment.device] + (ranks - 1) * _BESIDE_LIMIT_MB
-    if limit is None:
-        return own
     return max(own, ranks * (math.ceil(limit / _MIB) + _BESIDE_LIMIT_MB))
 
 

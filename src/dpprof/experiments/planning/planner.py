@@ -5,6 +5,7 @@ any number of configs can share one results folder. A manifest lists the runs of
 its own digest in its name.
 """
 
+import contextlib
 import datetime as dt
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -264,25 +265,16 @@ def _write_code(artifacts: Sequence[Artifact], *, elsewhere: bool) -> None:
     for artifact in artifacts:
         if not elsewhere:
             take_kept(artifact.path, holding=f'"code_digest": "{digest}"')
-        if _is_older(artifact.path, planned_ns) and _carried_digest(artifact.path) == digest:
+        if _is_restored(artifact.path, digest, planned_ns):
             os.utime(artifact.path)
 
 
-def _is_older(path: Path, time_ns: int) -> bool:
-    try:
-        return path.stat().st_mtime_ns <= time_ns
-    except OSError:
-        return False
-
-
-def _carried_digest(path: Path) -> str | None:
-    """Return the digest of the code that made a record; None where there is no such record."""
-    try:
-        content = files.read_json(path)
-    except (OSError, ValueError):
-        return None
-    digest = content.get("code_digest") if isinstance(content, dict) else None
-    return digest if isinstance(digest, str) else None
+def _is_restored(path: Path, digest: str, planned_ns: int) -> bool:
+    """Return whether a record of the code with a digest is no newer than the plan."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if path.stat().st_mtime_ns <= planned_ns:
+            return bool(files.read_json(path).get("code_digest") == digest)
+    return False
 
 
 def _mark_tables_due(plan: Plan, *, elsewhere: bool) -> None:
