@@ -98,8 +98,9 @@ def test_the_batch_of_another_epsilon_has_the_planned_noise_and_is_the_least(qui
     samples, steps, delta = 1_000_000, 100, 1e-6
     multiplier = find_noise_multiplier(Schedule(samples, 2560, steps), 8, delta, "rdp")
     planned = describe_noise(Schedule(samples, 2560, steps), multiplier, None)
+    privacy = make_privacy(samples=samples, delta=delta)
 
-    found = find_batch_size(planned, samples, 2, delta, "rdp")
+    found = find_batch_size(planned, privacy, 2)
 
     def spent(batch_size: int) -> float:
         at = Schedule(samples, batch_size, steps)
@@ -108,14 +109,14 @@ def test_the_batch_of_another_epsilon_has_the_planned_noise_and_is_the_least(qui
     assert found > 2560
     assert 2 - EPSILON_TOLERANCE <= spent(found) <= 2
     assert spent(int(0.98 * found)) > 2
-    assert find_batch_size(planned, samples, 16, delta, "rdp") < 2560
+    assert find_batch_size(planned, privacy, 16) < 2560
 
 
 def test_noise_that_not_even_all_samples_average_out_is_beyond_reach() -> None:
     planned = describe_noise(Schedule(1000, 100, 100), 1.0, None)
 
     with pytest.raises(BeyondReachError, match=r"at epsilon 0.5: one of 1,000 still spends "):
-        find_batch_size(planned, 1000, 0.5, 1e-5, "rdp")
+        find_batch_size(planned, make_privacy(samples=1000, delta=1e-5), 0.5)
 
 
 def make_privacy(**fields) -> Privacy:

@@ -27,9 +27,6 @@ from dpprof.private.noise.strategies import NoiseErrors, find_errors, make_strat
 
 _INDEPENDENT = "independent"
 
-_ONE_MECHANISM = Schedule(1, 1, 1)
-"""All steps of ``bisr``, which sampling does not amplify."""
-
 
 def plan_mechanisms(
     privacy: Privacy, planned: NoiseOfBatch, names: Sequence[str], *, momentum: float
@@ -58,7 +55,7 @@ def _plan(
     epsilon, delta = privacy.epsilon[0], privacy.delta
     try:
         if name != _INDEPENDENT:
-            counted = _ONE_MECHANISM if is_one else of
+            counted = Schedule(1, 1, 1) if is_one else of  # no sampling amplifies all of bisr
             multiplier, accountant = find_tightest(
                 lambda by: find_noise_multiplier(counted, epsilon, delta, by), privacy.accountant
             )
@@ -78,7 +75,7 @@ def _plan(
         elif name != _INDEPENDENT:
             each = target / _measure(name, steps, bands, momentum).training
             turn = describe_noise(of, each / bands * of.batch_size, None)  # of a turn of all folds
-            drawn = find_batch_size(turn, privacy.samples, epsilon, delta, privacy.accountant)
+            drawn = find_batch_size(turn, privacy, epsilon)
             batch = math.ceil(drawn / bands)
             equal = each * batch
     except BeyondReachError as error:

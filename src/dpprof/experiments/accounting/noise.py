@@ -16,13 +16,11 @@ from dpprof.private.accounting.noise_multiplier import (
     find_tightest,
     spend,
 )
-from dpprof.private.accounting.schedule import Accountant, Schedule
+from dpprof.private.accounting.schedule import Schedule
 from dpprof.private.accounting.search import BeyondReachError
 
 
-def find_batch_size(
-    planned: plan.NoiseOfBatch, samples: int, epsilon: float, delta: float, accountant: Accountant
-) -> int:
+def find_batch_size(planned: plan.NoiseOfBatch, privacy: Privacy, epsilon: float) -> int:
     """Find the least batch that spends a budget with the planned steps and noise in a step.
 
     The noise of a step's averaged gradient is that of the plan, so its noise multiplier grows as
@@ -33,14 +31,15 @@ def find_batch_size(
     """
     assert planned.step_noise is not None
     step_noise, guess = planned.step_noise, float(planned.batch_size)
+    samples = privacy.samples
 
     def spent(batch_size: float, by: str) -> float:
         size = min(math.ceil(batch_size), samples)
-        return spend(Schedule(samples, size, planned.steps), step_noise * size, delta, by)
+        return spend(Schedule(samples, size, planned.steps), step_noise * size, privacy.delta, by)
 
     try:
         least, _ = find_tightest(
-            lambda by: find_by_accountant(spent, epsilon, by, guess, samples), accountant
+            lambda by: find_by_accountant(spent, epsilon, by, guess, samples), privacy.accountant
         )
         return min(math.ceil(least), samples)
     except BeyondReachError as error:
@@ -96,9 +95,7 @@ def _plan_other(
     batch_size, reason = None, planned.reason
     if planned.step_noise is not None:
         try:
-            batch_size = find_batch_size(
-                planned, privacy.samples, epsilon, privacy.delta, privacy.accountant
-            )
+            batch_size = find_batch_size(planned, privacy, epsilon)
         except BeyondReachError as error:
             reason = str(error)
     return plan.AtEpsilon(
