@@ -8,7 +8,6 @@ import yaml
 from dpprof.measure.traces.kernel_summary import NoKernelsError, state_kernels
 from dpprof.measure.traces.launching_ops import attribute, family_by_kernel
 from dpprof.measure.traces.trace_files import NORMS, PHASE, STEP, cover_s, parse_trace, read_trace
-from dpprof.predict.flops.op_families import family_of
 
 KERNELS = yaml.safe_load(Path(__file__).with_name("kernel_names.yaml").read_text())
 MAIN, AUTOGRAD, STREAM = 1, 2, 7
@@ -79,10 +78,7 @@ GPU_STEP = [
 
 
 def test_kernels_belong_to_the_operator_that_launched_them() -> None:
-    found = [
-        (one.op_kind, one.phase, one.op)
-        for one in attribute(read(*GPU_STEP), family_of, on_cuda=True)
-    ]
+    found = [(one.op_kind, one.phase, one.op) for one in attribute(read(*GPU_STEP), on_cuda=True)]
 
     assert found == [
         ("gemm", "forward", "aten::addmm"),
@@ -98,7 +94,7 @@ def test_kernels_belong_to_the_operator_that_launched_them() -> None:
 
 
 def test_the_times_of_a_step_add_up() -> None:
-    told = state_kernels(read(*GPU_STEP), family_of, on_cuda=True)
+    told = state_kernels(read(*GPU_STEP), on_cuda=True)
 
     us = pytest.approx
     busy = 110 + 150 + 40 + 10 + 100 + 10 + 10
@@ -122,7 +118,7 @@ def test_waiting_is_where_the_next_kernel_was_not_launched_yet() -> None:
     """Of the gaps in GPU_STEP, by hand: those before kernels that were launched within them."""
     before = {"1": 40, "5": 240, "6": 0, "7": 90, "8": 120, "9": 20}
     # Kernel 6 was launched (575) while 5 ran, so its gap of 20 us is no wait.
-    told = state_kernels(read(*GPU_STEP), family_of, on_cuda=True)
+    told = state_kernels(read(*GPU_STEP), on_cuda=True)
 
     assert told["waiting_s"] * 1e6 == pytest.approx(sum(before.values()))
 
@@ -135,7 +131,7 @@ def test_kernels_of_two_streams_at_once_are_busy_once() -> None:
         kernel("gemm", 1, 10, 60),
         kernel("gemm", 2, 30, 80),
     ]
-    told = state_kernels(read(*events), family_of, on_cuda=True)
+    told = state_kernels(read(*events), on_cuda=True)
 
     assert told["total_s"] * 1e6 == pytest.approx(100)
     assert told["idle_s"] * 1e6 == pytest.approx(30)
@@ -144,14 +140,14 @@ def test_kernels_of_two_streams_at_once_are_busy_once() -> None:
 def test_what_ran_before_the_traced_steps_does_not_count() -> None:
     early = [launch(1, 0, 1), kernel("gemm", 1, 5, 500)]
     late = [note(STEP, 600, 700), launch(2, 610, 620), kernel("gemm", 2, 630, 640)]
-    told = state_kernels(read(*early, *late), family_of, on_cuda=True)
+    told = state_kernels(read(*early, *late), on_cuda=True)
 
     assert told["total_s"] * 1e6 == pytest.approx(10)
 
 
 def test_a_trace_without_work_is_refused() -> None:
     with pytest.raises(ValueError, match="no step in which anything ran"):
-        state_kernels(read(note(STEP, 0, 10), host("aten::view", 1, 2)), family_of, on_cuda=False)
+        state_kernels(read(note(STEP, 0, 10), host("aten::view", 1, 2)), on_cuda=False)
 
 
 def test_without_kernels_a_gpus_trace_tells_no_times_of_the_host() -> None:
@@ -159,10 +155,10 @@ def test_without_kernels_a_gpus_trace_tells_no_times_of_the_host() -> None:
     of_host = [one for one in GPU_STEP if one["cat"] in ("cpu_op", "user_annotation")]
     trace = read(*of_host)
 
-    assert attribute(trace, family_of, on_cuda=True) == []
-    assert len(attribute(trace, family_of, on_cuda=False)) > 3
+    assert attribute(trace, on_cuda=True) == []
+    assert len(attribute(trace, on_cuda=False)) > 3
     with pytest.raises(NoKernelsError, match=r"the trace has no GPU kernel; .* where CUPTI"):
-        state_kernels(trace, family_of, on_cuda=True)
+        state_kernels(trace, on_cuda=True)
 
 
 def test_a_look_at_a_number_is_the_copy_of_what_looked() -> None:
@@ -177,7 +173,7 @@ def test_a_look_at_a_number_is_the_copy_of_what_looked() -> None:
         launch(2, 70, 75),
         kernel("something_new", 2, 80, 90),
     ]
-    found = attribute(read(*events), family_of, on_cuda=True)
+    found = attribute(read(*events), on_cuda=True)
 
     assert [(one.op, one.op_kind) for one in found] == [
         ("aten::_local_scalar_dense", "clip"),
@@ -202,14 +198,14 @@ CPU_STEP = [
 
 
 def test_on_a_cpu_the_outermost_operator_that_works_counts() -> None:
-    found = attribute(read(*CPU_STEP), family_of, on_cuda=False)
+    found = attribute(read(*CPU_STEP), on_cuda=False)
 
     assert [(one.name, one.op_kind, one.phase) for one in found] == [
         ("aten::embedding", "indexing", "forward"),
         ("aten::_softmax", "reduce", "forward"),
         ("aten::normal", "random", "noise"),
     ]
-    told = state_kernels(read(*CPU_STEP), family_of, on_cuda=False)
+    told = state_kernels(read(*CPU_STEP), on_cuda=False)
     assert told["total_s"] * 1e6 == pytest.approx(100 + 90 + 100)
     assert told["idle_s"] * 1e6 == pytest.approx(1000 - 290)
     assert told["waiting_s"] is None
@@ -236,7 +232,7 @@ def test_the_operator_decides_and_the_kernel_where_it_is_unknown() -> None:
         at = 100 * i
         events += [host(op, at, at + 90), launch(i, at + 10, at + 20)]
         events += [kernel(name, i, at + 30, at + 40)]
-    found = [one.op_kind for one in attribute(read(*events), family_of, on_cuda=True)]
+    found = [one.op_kind for one in attribute(read(*events), on_cuda=True)]
 
     assert found[:5] == [kind for *_, kind in names]
     assert found[5:] == ["optimizer"] * 3 + ["communication"] * 2

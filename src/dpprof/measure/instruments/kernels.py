@@ -21,7 +21,6 @@ from dpprof.measure.devices.device import Device
 from dpprof.measure.instruments.opening import open_experiment, peak_rss_bytes
 from dpprof.measure.traces import trace_files
 from dpprof.measure.traces.kernel_summary import NoKernelsError, state_kernels
-from dpprof.predict.flops.op_families import family_of
 from dpprof.private.norms.code_paths import CodePath, finds_norms
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.setup import Training, set_up
@@ -61,7 +60,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     kernels, why_no_kernels = None, {}
     try:
         kernels = Kernels(
-            **state_kernels(trace, family_of, on_cuda=on_cuda),
+            **state_kernels(trace, on_cuda=on_cuda),
             trace=str(folder / trace_files.TRACE_NAME) if folder and written else None,
             trace_bytes=written and written.bytes,
             trace_steps=written.steps if written else 0,

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpprof.experiments.records.result import Copied, Kernel, Launched
 from dpprof.experiments.records.terms import OP_KINDS, PHASES
-from dpprof.measure.traces.launching_ops import FamilyOf, Ran, attribute
+from dpprof.measure.traces.launching_ops import Ran, attribute
 from dpprof.measure.traces.trace_files import Trace, cover_s, find_steps
 
 LARGEST_KERNELS = 15  # the number of kernels that are listed individually
@@ -17,7 +17,7 @@ class NoKernelsError(ValueError):
     """The trace of a GPU's work has no kernels."""
 
 
-def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[str, Any]:
+def state_kernels(trace: Trace, *, on_cuda: bool) -> dict[str, Any]:
     """Return the fields of ``Kernels`` for the traced steps, except those about the trace's file.
 
     Each traced step waits at its end for the kernels that it launched.
@@ -27,7 +27,7 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
         ValueError: The trace has no step, or nothing ran in its steps.
     """
     steps = find_steps(trace)
-    recorded = attribute(trace, family_of, on_cuda=on_cuda)
+    recorded = attribute(trace, on_cuda=on_cuda)
     ran = [ran for ran in recorded if any(start <= ran.launched_s <= end for start, end in steps)]
     if steps and on_cuda and not ran:
         raise NoKernelsError(

@@ -10,15 +10,13 @@ CPU, the operators that do work take the place of kernels.
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from dpprof.experiments.records.terms import PHASES, OpKind, Phase
 from dpprof.measure.traces.trace_files import NORMS, PHASE, Span, Trace
 from dpprof.predict.flops.cost import EINSUMS, OpFamily, Scope, kind_of_op
-
-FamilyOf = Callable[[str], OpFamily | None]
-"""Returns an operator's family by its name; None for operators that do no work of their own."""
+from dpprof.predict.flops.op_families import family_of
 
 _OPERATOR = re.compile(r"\w+::\w+")  # the pattern of an operator's name in a trace
 
@@ -105,7 +103,7 @@ def _start(span: Span) -> tuple[float, float]:
     return span.start_s, -span.end_s
 
 
-def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
+def attribute(trace: Trace, *, on_cuda: bool) -> list[Ran]:
     """Return what ran, with its op kind, in order of start.
 
     These are the kernels of a GPU with ``on_cuda``, of which the tracer may have recorded none;
@@ -118,7 +116,7 @@ def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
     for span in (*trace.host, *trace.calls):
         by_thread[span.thread].append(span)
     for spans in by_thread.values():
-        for span, caller, begins in _walk(sorted(spans, key=_start), family_of):
+        for span, caller, begins in _walk(sorted(spans, key=_start)):
             if span.correlation is not None:
                 launches[span.correlation] = caller, span.start_s
             elif begins:
@@ -130,7 +128,7 @@ def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
     return sorted(kernels if on_cuda else operators, key=lambda ran: ran.start_s)
 
 
-def _walk(spans: Iterable[Span], family_of: FamilyOf) -> Iterator[tuple[Span, _Caller, bool]]:
+def _walk(spans: Iterable[Span]) -> Iterator[tuple[Span, _Caller, bool]]:
     """Yield each span of a thread, the active operator, and whether the span is its work."""
     stack: list[tuple[float, _Caller]] = []
     for span in spans:
