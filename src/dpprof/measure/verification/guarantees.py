@@ -122,7 +122,7 @@ def _compare(
         raise steps.WrongError("the gradient is not finite")
     if not _is_close(taken.gradient, reference.clip_and_average(samples, taken.groups)):
         raise steps.WrongError("the gradient is not the reference's")
-    if reason := steps.complain_of_mechanism(method, taken.groups, taken.noise_bound):
+    if reason := steps.complain_of_mechanism(method, taken):
         raise steps.WrongError(reason)
 
 

@@ -31,6 +31,12 @@ class StepResult(NamedTuple):
     norms: Tensor | None
     noise_bound: float
 
+    @property
+    def sensitivity(self) -> float | None:
+        """How far one sample can move the sum, divided by the bound that scales the noise."""
+        bounds = [group.bound for group in self.groups]
+        return math.hypot(*bounds) / self.noise_bound if bounds else None
+
 
 def begin_steps(
     method: type[TrainingStep],
@@ -105,23 +111,15 @@ def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list
     return groups
 
 
-def find_sensitivity(groups: Sequence[PlacedGroup], noise_bound: float) -> float | None:
-    """Return how far one sample can move the sum, divided by the bound that scales the noise."""
-    return math.hypot(*(group.bound for group in groups)) / noise_bound if groups else None
-
-
-def complain_of_mechanism(
-    method: type[TrainingStep], groups: Sequence[PlacedGroup], noise_bound: float
-) -> str | None:
+def complain_of_mechanism(method: type[TrainingStep], taken: StepResult) -> str | None:
     """Return how a step's groups contradict the method's declarations; None if they do not."""
-    name, declared = method.mechanism, method.sensitivity
-    sensitivity = find_sensitivity(groups, noise_bound)
+    name, declared, sensitivity = method.mechanism, method.sensitivity, taken.sensitivity
     if sensitivity is None:
         return None if name == NO_CLIPPING else f"it declares {name}, and clips nothing"
     if name == NO_CLIPPING:
         return "it clips, and declares no mechanism"
-    if name == FLAT and len(groups) > 1:
-        return f"it declares {FLAT}, and clips {len(groups)} groups"
+    if name == FLAT and len(taken.groups) > 1:
+        return f"it declares {FLAT}, and clips {len(taken.groups)} groups"
     is_stated = name != FLAT and "sensitivity" in (method.__doc__ or "").lower()
     if declared > 1 and not is_stated:
         return (

@@ -25,12 +25,7 @@ from dpprof.measure.verification import reference
 from dpprof.measure.verification.float32_islands import lift_float32
 from dpprof.measure.verification.guarantees import GUARANTEES
 from dpprof.measure.verification.reference import PlacedGroup
-from dpprof.measure.verification.steps import (
-    WrongError,
-    complain_of_mechanism,
-    find_sensitivity,
-    take_steps,
-)
+from dpprof.measure.verification.steps import WrongError, complain_of_mechanism, take_steps
 from dpprof.measure.verification.subjects import Subject, describe_case, prepare
 from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.methods.microbatch import Microbatch
@@ -151,7 +146,7 @@ def _compare(subject: Subject, by_loop: Tensor, facts: dict[str, Any]) -> Case:
         if taken.norms is not None:
             norm_errors.append(_error_of_norms(taken.norms, norms))
     worst = {"gradient": _largest(errors), "norms": _largest(norm_errors)}
-    reason = _complain(worst) or complain_of_mechanism(method, taken.groups, taken.noise_bound)
+    reason = _complain(worst) or complain_of_mechanism(method, taken)
     bounds = [group.bound for group in taken.groups]
     return Case(
         **facts,
@@ -159,7 +154,7 @@ def _compare(subject: Subject, by_loop: Tensor, facts: dict[str, Any]) -> Case:
         reason=reason,
         groups=len(bounds),
         norms_clipped=0 if norms is None else int((norms > norms.new_tensor(bounds)).sum()),
-        sensitivity=find_sensitivity(taken.groups, taken.noise_bound),
+        sensitivity=taken.sensitivity,
         references=names,
         max_relative_error=_finite(worst["gradient"]),
         max_relative_error_of_norms=_finite(worst["norms"]),
