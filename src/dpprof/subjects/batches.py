@@ -36,27 +36,25 @@ def make_batch(model: nn.Module, device: torch.device, experiment: Experiment) -
     Raises:
         UnsupportedError: The model has no such layer, or brings fewer samples.
     """
-    count = experiment.batch_size
     own = next((module for module in model.modules() if isinstance(module, WithLosses)), None)
     if own is not None:
-        first, *others = own.take(count, _dtype_of_numbers(experiment), device)
+        first, *others = own.take(experiment.batch_size, _dtype_of_numbers(experiment), device)
         return Batch(first, first.flatten(1)[:, 0] if first.dim() > 1 else first, others=(*others,))
     if experiment.image_size is not None:
-        images = _draw_images(model, experiment, count, device)
+        images = _draw_images(model, experiment, device)
         return replace(images, gives_labels=experiment.loss == "labels")
-    batch = _draw_text(model, experiment, count, device)
+    batch = _draw_text(model, experiment, device)
     if not isinstance(experiment.model, Architecture):
         return batch
     batch = _pad(batch, experiment, model)
     return replace(batch, gives_labels=experiment.loss == "labels")
 
 
-def _draw_images(
-    model: nn.Module, experiment: Experiment, count: int, device: torch.device
-) -> Batch:
+def _draw_images(model: nn.Module, experiment: Experiment, device: torch.device) -> Batch:
     assert experiment.image_size is not None
     first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
     channels = 3 if first is None else first.in_channels
+    count = experiment.batch_size
     shape = (count, channels, experiment.image_size, experiment.image_size)
     pixels = torch.randn(shape, dtype=_dtype_of_numbers(experiment)).to(device)
     return Batch(pixels, _draw(_count_classes(model), (count,), device))
@@ -66,11 +64,11 @@ def _dtype_of_numbers(experiment: Experiment) -> torch.dtype:
     return torch.float64 if experiment.dtype == "float64" else torch.float32
 
 
-def _draw_text(model: nn.Module, experiment: Experiment, count: int, device: torch.device) -> Batch:
+def _draw_text(model: nn.Module, experiment: Experiment, device: torch.device) -> Batch:
     """Return ids and labels, and the ids that a decoder gets beside an encoder."""
     first = _find_layers(model, nn.Embedding, "first one gives the vocabulary's size")[0]
-    vocabulary, shape = first.num_embeddings, (count, experiment.seq_len)
-    task = experiment.task
+    task, count, vocabulary = experiment.task, experiment.batch_size, first.num_embeddings
+    shape = count, experiment.seq_len
     if task in ("causal-lm", "seq2seq-lm"):
         of_decoder = experiment.decoder_len or experiment.seq_len
         drawn = _draw(vocabulary, (count, of_decoder + 1), device)
