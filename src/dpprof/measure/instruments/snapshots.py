@@ -11,12 +11,7 @@ from dpprof.measure.devices.device import Counters
 from dpprof.subjects.methods.training_step import Enter
 from dpprof.subjects.setup import TensorHolders, Training
 
-_AFTER: dict[Phase, str] = {
-    "forward": "after_forward",
-    "backward": "after_backward",
-    "second_backward": "after_second_backward",
-    "step": "after_step",
-}
+_WATCHED: tuple[Phase, ...] = ("forward", "backward", "second_backward", "step")
 
 
 @dataclass
@@ -49,8 +44,8 @@ class Snapshots:
         @contextmanager
         def around(phase: Phase) -> Iterator[None]:
             yield
-            if phase in _AFTER:
-                self.take(_AFTER[phase], training.holders)
+            if phase in _WATCHED:
+                self.take(f"after_{phase}", training.holders)
 
         self.take("before_forward", training.holders)
         training.run_phases(enter, around)

@@ -4,7 +4,7 @@ The kind says what an operator's work is for, by its family, its phase and its c
 bytes and traced times are summed by the same kinds, so bytes can be divided by seconds.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
 
@@ -31,18 +31,9 @@ Scope = Literal["norm", "einsum"]
 EINSUMS = ("einsum", "tensordot")
 """Functions of torch that contract axes by calling other operators."""
 
-_KINDS: dict[OpFamily, OpKind] = {
-    "norm": "norm",
-    "attention": "attention",
-    "matmul": "gemm",
-    "indexing": "indexing",
-    "random": "random",
-    "optimizer": "optimizer",
-    "elementwise": "elementwise",
-    "reduction": "reduce",
-    "copy": "copy",
-    "other": "other",
-}
+_KINDS: dict[OpFamily, OpKind] = {"matmul": "gemm", "reduction": "reduce"}
+"""Kinds that have another name than their family."""
+
 _OF_CLIPPING = ("elementwise", "reduction", "copy", "other")
 
 
@@ -64,7 +55,9 @@ def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> Op
         return "optimizer"
     if scope == "einsum":
         return "einsum"
-    return "clip" if phase == "clip" and family in _OF_CLIPPING else _KINDS[family]
+    if phase == "clip" and family in _OF_CLIPPING:
+        return "clip"
+    return _KINDS.get(family) or cast("OpKind", family)
 
 
 COUNTED = ("matmul", "attention")  # families whose FLOPs are the executed FLOPs
