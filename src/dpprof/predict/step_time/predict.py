@@ -55,13 +55,13 @@ class Issued(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The predicted seconds of a step, with a 90 % interval."""
+    """The predicted seconds of a step, by fields of ``PredictedTime``."""
 
-    median_s: float
-    low_s: float
-    high_s: float
-    rests_on: dict[Basis, float]  # shares of the device's time
-    host_share: float  # the share of the step in which the device waits for the host
+    median: float
+    low: float
+    high: float
+    rests_on: dict[Basis, float]
+    waiting_share: float
     communication_share: float
     """The share of the step in which the device only waits for ranks, or runs collectives in
     line."""
@@ -154,11 +154,11 @@ def combine(
     ranks_s = median.exposed_s + in_line_s
     waits_s = step_s - alone_s - ranks_s
     return StepTime(
-        median_s=step_s,
-        low_s=end(-Z_90),
-        high_s=end(Z_90),
+        median=step_s,
+        low=end(-Z_90),
+        high=end(Z_90),
         rests_on=_share_out(ops),
-        host_share=max(waits_s / step_s, 0.0) if step_s else 0.0,
+        waiting_share=max(waits_s / step_s, 0.0) if step_s else 0.0,
         communication_share=min(ranks_s / step_s, 1.0) if step_s else 0.0,
     )
 
@@ -340,12 +340,5 @@ def _state(
 ) -> PredictedTime:
     step = run(issue(ops))
     rest = run(issue([op for op in ops if op.phase not in _UPDATE]))
-    return PredictedTime(
-        median=step.median_s,
-        low=step.low_s,
-        high=step.high_s,
-        rests_on=step.rests_on,
-        waiting_share=step.host_share,
-        communication_share=step.communication_share if of_ranks else None,
-        without_update=rest.median_s,
-    )
+    fields = step._asdict() | {"without_update": rest.median}
+    return PredictedTime(**fields if of_ranks else fields | {"communication_share": None})
