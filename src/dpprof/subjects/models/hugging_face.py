@@ -76,9 +76,7 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         self.model = model
         self._lengths = experiment.sample_lengths
-        self._is_for_images = experiment.task == "image-classification"
-        self._answers = experiment.task == "question-answering"
-        self._is_causal = experiment.task == "causal-lm"
+        self._task = experiment.task
         self._takes_labels = experiment.loss == "labels"
         self._loses_by_sample = False
         taken = inspect.signature(model.forward).parameters
@@ -102,7 +100,7 @@ class HuggingFaceModel(nn.Module):
                 logits, labels = torch.stack((starts_BT, ends_BT), 1), torch.stack(positions, 1)
             else:
                 logits, labels = of_floats
-            shifted = shift_labels(labels) if self._is_causal else labels
+            shifted = shift_labels(labels) if self._task == "causal-lm" else labels
             return sample_losses(logits.float(), shifted)
 
         inner: Any = self.model
@@ -126,10 +124,10 @@ class HuggingFaceModel(nn.Module):
         labels = others[-1] if self._takes_labels else None
         others = others[: len(others) - self._takes_labels]
         named: dict[str, Any] = {} if labels is None else {"labels": labels}
-        if labels is not None and self._answers:
+        if labels is not None and self._task == "question-answering":
             named = {"start_positions": labels[:, 0], "end_positions": labels[:, 1]}
         with ExitStack() as within:
-            if self._is_for_images:
+            if self._task == "image-classification":
                 named["pixel_values"] = x
             else:
                 named |= self._name_text(x, *others)
@@ -138,7 +136,7 @@ class HuggingFaceModel(nn.Module):
                     within.enter_context(_deciding_as_for(has_padding=padded))
             outputs = self.model(**named)
         self.cache = outputs.get("past_key_values") if self._keeps_cache else None
-        if self._answers:
+        if self._task == "question-answering":
             logits = torch.stack((outputs.start_logits, outputs.end_logits), 1)
         else:
             logits = outputs.logits
