@@ -15,8 +15,6 @@ SAMPLE_S = 1.0
 
 _GIB = 2**30
 
-BusyGpu = Literal["run", "refuse"]  # what to do where others do not leave a GPU in time
-
 
 def look_at(uuid: str | None) -> Others:
     """Return the driver's figures on a GPU whose lock this process holds; None is the CPU.
@@ -47,7 +45,7 @@ def look_at(uuid: str | None) -> Others:
 
 
 def judge_use(
-    uuids: Sequence[str | None], seconds: float, otherwise: BusyGpu
+    uuids: Sequence[str | None], seconds: float, otherwise: Literal["run", "refuse"]
 ) -> Callable[[int, int], str | None] | None:
     """Return a function that says who else uses a GPU whose lock this process holds, if anybody.
 
