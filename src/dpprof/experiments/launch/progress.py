@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Self
 
 import psutil
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter
 
 from dpprof.experiments.config.experiment import Experiment
 from dpprof.experiments.config.registry import PREDICTIONS
@@ -29,10 +29,6 @@ _VARIABLE = "DPPROF_PROGRESS"
 
 _Seconds = Annotated[float, Field(ge=0, le=1e10)]
 """A number of seconds; infinity, which cannot be added up, is refused."""
-
-_PLANNED = TypeAdapter(dict[str, str])
-_ENDED = TypeAdapter(dict[str, _Seconds])
-"""Lines of a progress file: the first has kinds by run, and a later one the seconds of a run."""
 
 _CLOCKS_DIFFER_S = 5.0
 """The most by which the start of a process, as told by the kernel, may be late."""
@@ -63,6 +59,12 @@ class Began(BaseModel, frozen=True, extra="forbid"):
             return False
 
 
+_FIRST = TypeAdapter(dict[str, str])
+_LATER: TypeAdapter[Began | dict[str, float]] = TypeAdapter(Began | dict[str, _Seconds])
+"""Lines of a progress file: the first has kinds by run, and a later one may have the seconds of a
+run."""
+
+
 class Progress:
     """A sweep's progress file.
 
@@ -73,7 +75,7 @@ class Progress:
     def __init__(self, path: Path) -> None:
         first, *others = path.read_text(encoding="utf-8").splitlines()
         self._path = path
-        self.kinds: Mapping[str, str] = _PLANNED.validate_json(first)
+        self.kinds: Mapping[str, str] = _FIRST.validate_json(first)
         """The model and method of each planned run, by the run's name."""
         self.ended: dict[str, float] = {}
         """The seconds that each ended run took, by its name."""
@@ -82,18 +84,13 @@ class Progress:
         """The sweep's own beginning; None if the file does not say."""
         for text in others:
             with contextlib.suppress(ValueError):  # cut by a full disk or a kill
-                self._read(text)
-
-    def _read(self, text: str) -> None:
-        try:
-            began = Began.model_validate_json(text)
-        except ValidationError:
-            self.ended |= _ENDED.validate_json(text)
-        else:
-            if began.began is None:
-                self.sweep = began
-            else:
-                self._began[began.began] = began
+                line = _LATER.validate_json(text)
+                if not isinstance(line, Began):
+                    self.ended |= line
+                elif line.began is None:
+                    self.sweep = line
+                else:
+                    self._began[line.began] = line
 
     def goes_on(self) -> bool | None:
         """Return whether the sweep's Snakemake is alive; None if that cannot be told."""
