@@ -344,8 +344,8 @@ def private(clipping, model, lr: float = 1.0, **options) -> NoisyOptimizer:
     return NoisyOptimizer(torch.optim.SGD(model.parameters(), lr=lr), clipping, **options)
 
 
-def take_step(optimizer, losses: Tensor) -> None:
-    """Clip losses, take the step of the batch or of its part, and clear gradients."""
-    getattr(optimizer, "backward", optimizer.clipping.backward)(losses)
+def take_step(optimizer, losses, *batch) -> None:
+    """Clip losses, or what they are of a batch; step on it or its part, and clear gradients."""
+    getattr(optimizer, "backward", optimizer.clipping.backward)(losses, *batch)
     optimizer.step()
     optimizer.zero_grad()

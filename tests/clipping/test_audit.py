@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from one_call import seeded
+from small_models import take_step
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -35,9 +36,7 @@ def train(model, data, losses_of, *, steps=9, rate=1.0, told=None, **options):
     private = make_private(model, sgd, loader, partial(losses_of, model), **given)
     while private.optimizer.steps < steps:
         for batch in private.data_loader:
-            private.optimizer.backward(losses_of(model, *batch))
-            private.optimizer.step()
-            private.optimizer.zero_grad()
+            take_step(private.optimizer, losses_of(model, *batch))
     return private if told is None else told
 
 

@@ -443,9 +443,7 @@ def test_a_loader_that_goes_back_alone_begins_the_strategy_anew(noise) -> None:
     for _ in range(3):
         private.data_loader.load_state_dict(state)
         batch = next(iter(private.data_loader))
-        private.optimizer.backward(model.losses, *batch)
-        private.optimizer.step()
-        private.optimizer.zero_grad()
+        take_step(private.optimizer, model.losses, *batch)
         assert private.optimizer.buffers.done == 1
     assert private.spent.history[0][2] == 3
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from one_call import seeded
 from opacus.accountants import RDPAccountant
+from small_models import take_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -58,9 +59,7 @@ class Client:
         steps = 0
         while steps < config["steps"]:
             for batch in private.data_loader:
-                private.optimizer.backward(self.losses_of, *batch)
-                private.optimizer.step()
-                private.optimizer.zero_grad()
+                take_step(private.optimizer, self.losses_of, *batch)
                 torch.save(private.spent.state_dict(), self.disk)  # before anything is sent
                 steps += 1
                 if steps == config["steps"]:

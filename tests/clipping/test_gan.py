@@ -6,7 +6,7 @@ import pytest
 import torch
 from documents import PRIVATE_TRAINING, find_code
 from one_call import seeded
-from small_models import one_by_one
+from small_models import one_by_one, take_step
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,9 +53,7 @@ class Gan:
     def train(self, epochs: int, steps_of_generator: int = 1) -> None:
         for _ in range(epochs):
             for batch in self.private.data_loader:
-                self.private.optimizer.backward(self.losses_of, *batch)
-                self.private.optimizer.step()
-                self.private.optimizer.zero_grad()
+                take_step(self.private.optimizer, self.losses_of, *batch)
                 for _ in range(steps_of_generator):
                     self.train_generator()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from one_call import Model, prepare, train, weights
 from simulated_graphs import simulated_graphs
+from small_models import take_step
 from torch.optim.lr_scheduler import LambdaLR
 
 RATE = 0.1
@@ -84,9 +85,7 @@ def test_schedules_of_members_step_once_for_each_batch() -> None:
     schedules = [LambdaLR(one, lambda step: 0.5**step) for one in optimizers]
     parts = 0
     for batch in private.data_loader:
-        private.optimizer.backward(model.losses, *batch)
-        private.optimizer.step()
-        private.optimizer.zero_grad()
+        take_step(private.optimizer, model.losses, *batch)
         for schedule in schedules:
             schedule.step()
         parts += 1

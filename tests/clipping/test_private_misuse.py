@@ -252,8 +252,7 @@ def test_it_is_refused_with_a_sentence(misuse) -> None:
 
 
 def test_whoever_interrupts_the_clipping_is_told_how_to_go_on(monkeypatch) -> None:
-    model = Model().double()
-    _, optimizer, loader = prepare(model)
+    model, optimizer, loader = prepare(Model().double())
     clip = optimizer.clipping.backward
 
     def interrupt(*given, **named) -> None:

@@ -259,8 +259,7 @@ def test_settings_that_make_the_guarantee_false_are_refused(case) -> None:
 
 def test_a_part_without_a_step_is_refused() -> None:
     """Otherwise the parts of two batches would meet in one step."""
-    model = Model().double()
-    _, optimizer, loader = prepare(model, max_batch_size=2)
+    model, optimizer, loader = prepare(Model().double(), max_batch_size=2)
     for has_backward in (False, True):
         parts = iter(loader)
         part = next(parts)
@@ -286,8 +285,7 @@ def test_a_state_has_secrets_only_where_they_are_asked_for(part) -> None:
 
 def test_an_older_iteration_takes_no_part_of_a_newer_one() -> None:
     """Else what is told of parts, such as which is the last, would be told of others."""
-    model = Model().double()
-    _, optimizer, loader = prepare(model, max_batch_size=2)
+    _, optimizer, loader = prepare(Model().double(), max_batch_size=2)
     older, newer = iter(loader), iter(loader)
     next(older)
     next(newer)

@@ -352,9 +352,7 @@ def test_every_private_training_goes_on_to_the_same_bits(kind, monkeypatch) -> N
     def go_on(model, private, schedule, until: int) -> None:
         while private.optimizer.steps < until:
             for part in private.data_loader:
-                private.optimizer.backward(model.losses, *part)
-                private.optimizer.step()
-                private.optimizer.zero_grad()
+                take_step(private.optimizer, model.losses, *part)
                 schedule.step()
                 if private.data_loader.is_last_part and private.optimizer.steps == until:
                     break

@@ -208,8 +208,7 @@ def test_batches_without_samples_count() -> None:
 
 @pytest.mark.parametrize("order", ["hoisted", "zero_grad first", "scheduler first"])
 def test_the_order_of_a_loop_changes_no_number_of_steps(order) -> None:
-    model = Model().double()
-    _, optimizer, loader = prepare(model, max_batch_size=2)
+    model, optimizer, loader = prepare(Model().double(), max_batch_size=2)
     seen = watch(optimizer.original_optimizer)
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
     step = schedule.step
@@ -385,8 +384,7 @@ def test_a_loop_does_the_rest_of_a_batch_in_its_last_part() -> None:
 
 
 def test_the_loop_in_the_documents_follows_batches(capsys) -> None:
-    model = Model().double()
-    _, optimizer, loader = prepare(model, max_batch_size=2)
+    model, optimizer, loader = prepare(Model().double(), max_batch_size=2)
     names = {"model": model, "optimizer": optimizer, "data_loader": loader}
     exec(find_code(PRIVATE_TRAINING, "OneCycleLR"), names | {"sample_losses": model.losses})  # noqa: S102
     expected = 1e-3 * (1 + math.cos(math.pi * (10 - 2.6) / (11 - 2.6))) / 2  # falls after 2.6 of 11
