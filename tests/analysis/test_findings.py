@@ -21,13 +21,12 @@ def settings(number, **others):
     return {"provenance": {"settings": {"OMP_NUM_THREADS": str(number)} | others}}
 
 
-def find(root, *replicates, experiment=GHOST, instrument="phases"):
-    """Return the findings of an experiment, given what is special in each replicate."""
-    runs = [
-        (experiment, instrument, {"replicate": number} | fields)
+def of_phases(*replicates):
+    """Return runs of an experiment, given what is special in each replicate."""
+    return [
+        (GHOST, "phases", {"replicate": number} | fields)
         for number, fields in enumerate(replicates)
     ]
-    return tables_of_runs(root, *runs)["findings"]
 
 
 FOUND = {
@@ -74,54 +73,52 @@ FOUND = {
 def test_a_caveat_is_one_row_in_a_sentence(kind, tmp_path) -> None:
     replicates, sentence = FOUND[kind]
 
-    assert find(tmp_path, *replicates).to_dict("records") == [
+    assert tables_of_runs(tmp_path, *of_phases(*replicates))["findings"].to_dict("records") == [
         {"kind": kind, "experiment_id": GHOST.id, "instrument": "phases", "finding": sentence}
     ]
 
 
 def test_load_of_others_on_the_gpu_counts_without_their_memory(tmp_path) -> None:
-    [finding] = find(tmp_path, {"others_after": {"memory_bytes": 0, "load": 0.5}})["finding"]
+    [run] = of_phases({"others_after": {"memory_bytes": 0, "load": 0.5}})
+    [finding] = tables_of_runs(tmp_path, run)["findings"]["finding"]
 
     assert "0.0 GiB, busy 50% at r0" in finding
 
 
+LARGE = {"recorded": make_memory({"parameters": 2**30})}
 NONE = {
-    "equal, failed and unknown peaks": [
-        *({"peak_allocated_bytes": peak} for peak in (1_000, 1_000, None)),
-        {"outcome": "oom"},
-    ],
-    "resident memory that differs": [{"peak_rss_bytes": 1_000 + number} for number in range(2)],
-    "a little memory of others on the GPU": [
+    "equal, failed and unknown peaks": of_phases(
+        *({"peak_allocated_bytes": peak} for peak in (1_000, 1_000, None)), {"outcome": "oom"}
+    ),
+    "resident memory that differs": of_phases({"peak_rss_bytes": 1_000}, {"peak_rss_bytes": 1_001}),
+    "a little memory of others on the GPU": of_phases(
         {"others_after": {"memory_bytes": 2**28, "load": 0.01}}
+    ),
+    "a GPU that nothing can be said of": of_phases(
+        {"others_after": {"reason": "NVML is not available"}}
+    ),
+    "functorch where it was asked for": [
+        (FUNCTORCH, "phases", {"samplers": {"Linear": "functorch"}})
     ],
-    "a GPU that nothing can be said of": [{"others_after": {"reason": "NVML is not available"}}],
+    "predictions made on unlike machines": [
+        (GHOST, "estimate", PREDICTED | {"replicate": number, "device": CPU | {"name": name}})
+        for number, name in enumerate("ab")
+    ],
+    "libraries that built the models of some experiments": [
+        (one, "phases", {"provenance": {"packages": packages}})
+        for one, packages in ((GHOST, {"torch": "0"}), (LLAMA, {"torch": "0", "transformers": "5"}))
+    ],
+    "memory of another batch than the one that was measured": [
+        (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
+        (GHOST, "capacity", LARGE),
+    ],
+    "memory that nothing measured": [(GHOST, "memory", LARGE)],
 }
 
 
 @pytest.mark.parametrize("case", NONE)
 def test_what_is_no_caveat(case, tmp_path) -> None:
-    assert find(tmp_path, *NONE[case]).empty
-
-
-def test_functorch_where_it_was_asked_for_is_none(tmp_path) -> None:
-    assert find(tmp_path, {"samplers": {"Linear": "functorch"}}, experiment=FUNCTORCH).empty
-
-
-def test_predictions_made_on_unlike_machines_are_none(tmp_path) -> None:
-    devices = [{"type": "cpu", "name": f"cpu {number}", "cores": 2} for number in range(2)]
-    runs = [PREDICTED | {"device": device} for device in devices]
-
-    assert find(tmp_path, *runs, instrument="estimate").empty
-
-
-def test_libraries_that_built_the_models_of_some_experiments_are_none(tmp_path) -> None:
-    built = {"torch": "0", "transformers": "5"}
-    runs = [
-        (one, "phases", {"provenance": {"packages": packages}})
-        for one, packages in ((GHOST, {"torch": "0"}), (LLAMA, built))
-    ]
-
-    assert tables_of_runs(tmp_path, *runs)["findings"].empty
+    assert tables_of_runs(tmp_path, *NONE[case])["findings"].empty
 
 
 def test_busy_cores_do_not_matter_to_a_predicted_time(tmp_path) -> None:
@@ -170,14 +167,3 @@ def test_memory_that_is_not_reconciled_is_a_finding(recorded, sentence, tmp_path
         {"kind": "memory-unreconciled", "experiment_id": GHOST.id, "instrument": "memory"}
         | {"finding": finding}
     ]
-
-
-@pytest.mark.parametrize(
-    "others", [[("phases", {"peak_allocated_bytes": 10 * 2**20}), "capacity"], ["memory"]]
-)
-def test_memory_that_nothing_measured_is_comparable_with_is_no_finding(tmp_path, others) -> None:
-    """Of another batch than the experiment's; and without any measurement."""
-    recorded = {"recorded": make_memory({"parameters": 2**30})}
-    runs = [(GHOST, *(one if isinstance(one, tuple) else (one, recorded))) for one in others]
-
-    assert tables_of_runs(tmp_path, *runs)["findings"].empty

@@ -112,12 +112,36 @@ def test_sums_and_weights_are_those_of_the_joint_batch(pools, size, case, steps)
     assert len(norms) == len(torch.cat([one for rank in ranks for one in rank.norms]))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_sums_are_reduced_in_float32_at_least_whatever_fsdp_would_reduce_in(pools, way) -> None:
-    case, steps = Case(way=way), UNEVEN[2]
-    ranks = pools[2].compute(parallel_cases.train_in_precision, case, steps, torch.float32)
+FEWER = UNEVEN[2][1:]
+"""Without the first, which is empty on a rank."""
+OTHERS = {
+    "FSDP would reduce in 16 bits": ("train_in_precision", ["fsdp"], UNEVEN[2], torch.float32),
+    "samples of one rank are measured alone": ("train_measuring_alone", KINDS_OF_RANKS, UNEVEN[2]),
+    "parameters are sharded by another axis": ("train_sharded_by_columns", ["fsdp"], UNEVEN[2]),
+    "trained before": ("train_after_ordinary_steps", KINDS_OF_RANKS, FEWER, False),
+    "run before": ("train_after_ordinary_steps", KINDS_OF_RANKS, FEWER, True),
+    "other numbers of parts": (
+        *("train_ranks", ["ddp"], [[[[0], [1, 2], []], [[3]]], [[[4]], [[5], [6]]]]),
+    ),
+}
+"""Functions of ``parallel_cases``, and what they are given."""
 
-    assert_same(ranks, train_alone(case, steps), tolerance=1e-5)
+
+@pytest.mark.parametrize(
+    ("what", "kind", "way"),
+    [
+        (what, kind, way)
+        for what, (_, kinds, *_) in OTHERS.items()
+        for kind in kinds
+        for way in WAYS
+    ],
+)
+def test_so_they_are_however_ranks_train(pools, what, kind, way) -> None:
+    function, _, steps, *more = OTHERS[what]
+    case = Case(way=way, kind=kind, tied="alone" in what)
+    ranks = pools[2].compute(getattr(parallel_cases, function), case, steps, *more)
+    tolerance = 1e-5 if function == "train_in_precision" else 1e-9
+    assert_same(ranks, train_alone(case, steps), tolerance)
 
 
 def test_gathered_parameters_may_be_in_16_bits(pools) -> None:
@@ -127,23 +151,6 @@ def test_gathered_parameters_may_be_in_16_bits(pools) -> None:
     expected = train_alone(case, steps).sums[0]
     error = torch.cat([(found.sums[0][name] - expected[name]).flatten() for name in expected])
     assert error.norm() < 0.05 * torch.cat([one.flatten() for one in expected.values()]).norm()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS_OF_RANKS)
-def test_samples_of_one_rank_may_be_measured_alone(pools, way, kind) -> None:
-    case, steps = Case(way=way, kind=kind, tied=True), UNEVEN[2]
-    ranks = pools[2].compute(parallel_cases.train_measuring_alone, case, steps)
-
-    assert_same(ranks, train_alone(case, steps))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_may_be_sharded_by_another_axis(pools, way) -> None:
-    case, steps = Case(way=way), UNEVEN[2]
-    ranks = pools[2].compute(parallel_cases.train_sharded_by_columns, case, steps)
-
-    assert_same(ranks, train_alone(case, steps))
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -362,19 +369,3 @@ def test_every_kind_of_layer_is_exact_under_fsdp(pools, variant, kinds) -> None:
     for errors in pools[2].compute(parallel_cases.clip_layers, kinds, variant):
         assert len(errors) == 2 * len(kinds)
         assert max(errors) < 1e-12
-
-
-@pytest.mark.parametrize(("kind", "way", "forward"), one_in(2, KINDS_OF_RANKS, WAYS, [False, True]))
-def test_a_model_may_have_been_trained_otherwise_before(pools, kind, way, forward) -> None:
-    case, steps = Case(way=way, kind=kind), UNEVEN[2][1:]  # the first is empty on a rank
-    ranks = pools[2].compute(parallel_cases.train_after_ordinary_steps, case, steps, forward)
-
-    assert_same(ranks, train_alone(case, steps))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_replicas_may_have_other_numbers_of_parts(pools, way) -> None:
-    case, steps = Case(way=way, kind="ddp"), [[[[0], [1, 2], []], [[3]]], [[[4]], [[5], [6]]]]
-    ranks = pools[2].compute(train_ranks, case, steps)
-
-    assert_same(ranks, train_alone(case, steps))
