@@ -1,19 +1,8 @@
 """What `make` asks the default sweep about."""
 
-import subprocess
-
 import pytest
+from fresh_process import run_captured
 from scripts import ROOT
-
-
-def ask(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["make", "--dry-run", "report", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -26,13 +15,15 @@ def ask(*options: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_variable_asks_about_something_else(options, asked) -> None:
-    said = ask(*options).stdout
+    said = run_captured(["make", "--dry-run", "report", *options], ROOT).stdout
 
     assert all(one in said for one in asked), said
 
 
 def test_a_config_beside_a_model_is_refused() -> None:
-    refused = ask("CONFIG=config/thorough.yaml", "MODEL=1b")
+    refused = run_captured(
+        ["make", "--dry-run", "report", "CONFIG=config/thorough.yaml", "MODEL=1b"], ROOT
+    )
 
     assert refused.returncode != 0
     assert "give CONFIG, or them" in refused.stderr

@@ -1,8 +1,6 @@
 """Another package's method and model: installed, measured, and told apart when it is broken."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from checkout import TABLES, copy_checkout
 from example_package import install_example
 from factory import make_experiment
-from fresh_process import run_fresh
+from fresh_process import run_captured, run_fresh
 from memory_steps import record_and_estimate
 from scripts import spell
 from snapshots import assert_sentences
@@ -38,14 +36,8 @@ def test_an_installed_package_is_measured(installed, tmp_path) -> None:
     """By a script of the workflow, without Snakemake and in any folder."""
     fields = FIELDS | {"warmup_steps": 2, "timed_steps": 1, "device": "cpu"}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
-    done = subprocess.run(
-        spell("profile", *given, "--output=x.json"),
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = spell("profile", *given, "--output=x.json")
+    done = run_captured(command, tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr
     assert "ok after" in done.stderr
     [output] = tmp_path.iterdir()

@@ -1,12 +1,11 @@
 """A function of the user's own that builds a model, or a model with its loss and its batch."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 from factory import make_experiment
+from fresh_process import run_captured
 from memory_steps import record_and_estimate
 from scripts import ROOT, call
 from torch import nn
@@ -141,14 +140,7 @@ def test_a_script_without_a_guard_may_ask_for_several_methods(tmp_path) -> None:
         "asked = dpprof.advise(dimensions, methods=['standard', 'flash'], **where)\n"
         "print([one.verdict for one in asked.advices[0].options])\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_captured([sys.executable, script], tmp_path, PYTHONPATH=str(ROOT / "src"))
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["once", "['does not fit', 'does not fit']"]

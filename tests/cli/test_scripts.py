@@ -12,6 +12,7 @@ from factory import (
     write_synthetic,
     write_synthetic_verdict,
 )
+from fresh_process import run_captured
 from scripts import call, spell
 
 from dpprof.experiments.config.experiment import Experiment
@@ -94,7 +95,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     options = [f"--manifest={manifest}", "--output-dir=results/tables"]
     limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", *spell("tables", *options)]
-    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_captured(limited, tmp_path)
 
     assert done.returncode == 1
     assert re.fullmatch(r"error: \[Errno 27\] File too large: '\S*\.csv'\n", done.stderr)

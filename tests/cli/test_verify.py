@@ -1,11 +1,11 @@
 """``dpprof verify`` on a Hugging Face model, as a user runs it."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from factory import write_synthetic_verdict
+from fresh_process import run_captured
 from scripts import call, spell
 
 from dpprof.ask import verify
@@ -37,9 +37,7 @@ def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path, monke
 def test_a_hugging_face_model_is_verified_on_a_small_one(tmp_path) -> None:
     pytest.importorskip("transformers")
     options = ["--model=hf:tiny-llama", "--padding=0.3", "--method=standard", "--output=y.json"]
-    done = subprocess.run(
-        spell("verify", *options), cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_captured(spell("verify", *options), tmp_path)
     verdict = json.loads((tmp_path / "y.json").read_text())
 
     assert verdict["passed"] is True, verdict["reason"]

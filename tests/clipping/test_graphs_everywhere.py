@@ -1,11 +1,10 @@
 """What private loops do eagerly, they do as CUDA graphs: the same tests, captured."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import run_captured
 
 HERE = Path(__file__).parent
 FILES = ("private_training", "private_trainer", "private_misuse", "schedules", "quiet", "company")
@@ -21,11 +20,6 @@ BEYOND = (
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_tests_passes_with_graphs(name) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", str(HERE / f"test_{name}.py")]
-    done = subprocess.run(
-        [*command, "-k", " and ".join(f"not {test}" for test in BEYOND)],
-        env=os.environ | {"DPPROF_TEST_GRAPHS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command += ["-k", " and ".join(f"not {test}" for test in BEYOND)]
+    done = run_captured(command, DPPROF_TEST_GRAPHS="1")
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,11 +1,11 @@
 """Whatever is given or read, a few printable lines say what is wrong, soon, and no harm is done."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import run_captured
 
 APART = Path(__file__).with_name("apart.py")
 FOLDERS = [APART.parents[2] / "src", APART.parents[1]]
@@ -13,13 +13,8 @@ FOLDERS = [APART.parents[2] / "src", APART.parents[1]]
 
 def judge(**counts: int) -> dict[str, int]:
     """Judge as many cases of each kind; return how many there were."""
-    done = subprocess.run(
-        [sys.executable, str(APART), *(f"{kind}={count}" for kind, count in counts.items())],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, APART, *(f"{kind}={count}" for kind, count in counts.items())]
+    done = run_captured(command, PYTHONPATH=os.pathsep.join(map(str, FOLDERS)))
     assert done.returncode == 0, done.stderr[-20_000:]
     pairs = (line.split() for line in done.stdout.splitlines())
     return {kind: int(count) for kind, count in pairs}

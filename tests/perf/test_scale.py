@@ -1,9 +1,9 @@
 """What perf/scale.py claims, and that it measures what it says."""
 
-import subprocess
 import sys
 
 import pytest
+from fresh_process import run_captured
 
 import scale
 from scale import Row, find_broken
@@ -44,9 +44,7 @@ def test_a_claim_is_broken_just_beyond_its_limit(plan, report, peak_mib, broken)
 def test_fifty_experiments_are_planned_and_reported(tmp_path) -> None:
     output = tmp_path / "scale.md"
     options = ["--jobs=50", "--results=50", "--rounds=1", f"--output={output}"]
-    done = subprocess.run(
-        [sys.executable, scale.__file__, *options], capture_output=True, text=True, check=False
-    )
+    done = run_captured([sys.executable, scale.__file__, *options])
 
     # With so few, what every process takes outweighs what the experiments do.
     assert done.returncode == 0 or "times" in done.stderr.splitlines()[-1], done.stderr

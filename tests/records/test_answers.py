@@ -5,11 +5,11 @@ import importlib
 import itertools
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import run_captured
 from same_numbers import assert_same
 from scripts import ROOT, call
 
@@ -177,9 +177,7 @@ try:
 finally:
     assert "torch" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_captured([sys.executable, "-c", code], tmp_path)
     assert done.returncode == 0, done.stderr
     advice = json.loads((tmp_path / "advice.json").read_text())
     methods = {option["method"] for option in advice["options"]}

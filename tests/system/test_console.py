@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import run_captured
 from products import one_in
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +29,7 @@ def run(folder: Path, *arguments: str, shell: str = "") -> subprocess.CompletedP
     program.write_text(PROGRAM)
     words = [sys.executable, str(program), *arguments]
     command = ["bash", "-c", f'"$@" {shell}', "bash", *words] if shell else words
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return run_captured(command, folder, PYTHONPATH=str(ROOT / "src"))
 
 
 def test_a_log_has_what_is_printed_and_the_terminal_what_is_said(tmp_path) -> None:
