@@ -4,11 +4,13 @@ Where a sentence changes on purpose, ``REVIEW=1 pytest ...`` writes the new text
 that git shows is then what is reviewed.
 """
 
-import ast
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TESTS = Path(__file__).parent
 
@@ -31,7 +33,21 @@ def assert_reviewed(name: str, text: str) -> None:
 def read_cases(name: str) -> list[Any]:
     """Read the cases whose sentences are reviewed; the line of a new one is added by hand."""
     lines = find_file(name).read_text(encoding="utf-8").splitlines()
-    return [ast.literal_eval(line) for line in lines if not line.startswith(" ")]
+    numbers = {"nan": math.nan, "inf": math.inf}
+    return [eval(line, numbers) for line in lines if not line.startswith(" ")]  # noqa: S307
+
+
+def refusals_of(
+    call: Callable[..., object], *kinds: type[Exception]
+) -> Callable[[dict[str, Any]], str]:
+    """Return what tells the sentence by which a call with some keywords is refused."""
+
+    def refuse(case: dict[str, Any]) -> str:
+        with pytest.raises(kinds or ValueError) as refused:
+            call(**case)
+        return str(refused.value)
+
+    return refuse
 
 
 def assert_sentences(
@@ -39,7 +55,7 @@ def assert_sentences(
 ) -> None:
     """Compare what is said of each case, which must be one line, with the reviewed sentences."""
     asked = read_cases(name) if cases is None else cases
-    said = [(ascii(case)[:100].rstrip(), str(refuse(case))) for case in asked]
+    said = [(ascii(case), str(refuse(case))) for case in asked]
     assert said
     assert [line for _, line in said if "\n" in line] == []
     assert_reviewed(name, "".join(f"{case}\n    {line}\n" for case, line in said))

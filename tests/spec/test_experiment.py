@@ -60,9 +60,6 @@ ELSE_DEFAULT = {
     "quantization": None,
 }
 FINE_TUNING = {"lora", "trainable", "padding", "parameters_dtype"}
-GPTQ = {"hf": "tiny-llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-IN_4_BITS = {"hf": "tiny-llama", "quantization_config": NF4}
 
 
 def test_a_copy_with_another_field_has_another_id() -> None:
@@ -117,108 +114,6 @@ def test_the_same_value_written_otherwise_is_the_same_experiment() -> None:
     assert Experiment.model_validate(limited).memory_limit_bytes == 2 * 2**30
 
 
-REFUSED = [
-    {"batch_size": 0},
-    {"batch_size": True},
-    {"batch_size": 1.5},
-    {"dtype": "fp16"},
-    {"noise_multiplier": float("nan")},
-    {"model": "../up"},
-    {"model": "small\n"},
-    {"model": 3},
-    {"model": {"vocab_size": 9}},
-    {"bath_size": 3},
-    {"noise_strategy": "banded-0"},
-    {"noise_strategy": "banded-8", "execution": "graph", "device": "cuda"},
-    {"memory_limit_bytes": "4 lots"},
-    {"memory_limit_bytes": True},
-    {"memory_limit_bytes": -5},
-    {"seq_len": 10**240},
-    {"memory_limit_bytes": 0},
-    {"model": {"vocab_size": 10, "d_model": 10, "layers": 1, "heads": 3}},
-    {"model": "tiny", "lora": {"rank": 2}},
-    {"model": "tiny", "padding": 0.1},
-    {"lora": "rank=0"},
-    {"lora": {"alpha": 3}},
-    {"lora": {"rnk": 3, "rank": 1}},
-    {"lora": "16"},
-    {"lora": "rank=2,target_modules="},
-    {"lora": {"rank": 2, "dropout": 1}},
-    {"padding": 1},
-    {"padding": True},
-    {"trainable": "(("},
-    {"trainable": ["x"]},
-    {"trainable": {}},
-    {"trainable": "lora"},
-    {"parameters_dtype": "bfloat16"},
-    {"quantization": "gptq"},
-    {"quantization": "nf4"},
-    {"lora": None, "trainable": None, "quantization": "int8"},
-    {"lora": "rank=2", "quantization": "nf4", "dtype": "float64"},
-    {"lora": "rank=2", "quantization": "int8", "parallel": "kind=fsdp,world_size=2"},
-    {"lora": "rank=2", "model": IN_4_BITS, "quantization": "int8"},
-    {"model": GPTQ},
-    {"optimizer": "adamw-8bit", "parallel": "kind=fsdp,world_size=2"},
-    {"optimizer": "adafactor", "execution": "graph", "device": "cuda"},
-    {"parallel": "fsdp"},
-    {"parallel": "kind=fsdp"},
-    {"parallel": "kind=fsdp,world_size=1"},
-    {"parallel": "kind=zero,world_size=2"},
-    {"parallel": {"kind": "ddp", "world_size": True}},
-    {"parallel": "kind=ddp,world_size=2,ranks=2"},
-    {"parallel": "kind=ddp,world_size=2,reshard_after_forward=true"},
-    {"dtype": "fp8"},
-    {"parallel": "kind=fsdp1,world_size=2"},
-    {"lora": "dora"},
-    {"lora": "ia3", "quantization": "nf4", "autocast": False}
-    | {"dtype": "bfloat16", "parameters_dtype": "bfloat16", "trained_dtype": "bfloat16"},
-    {"lora": "rank=2,ia3=true", "method": "flash"},
-    {"lora": "rank=2,use_dora=true,dropout=0.1", "method": "flash"},
-    {"lora": "rank=2,use_dora=true", "quantization": "nf4", "method": "flash-bk"},
-    {"optimizer": "galore"},
-    {"optimizer": "adamw-in-backward"},
-    {"optimizer": "paged_adamw"},
-    {"optimizer": "lion"},
-    {"decoder_len": 5},
-    {"model": "hf:t5-small", "decoder_len": 5, "padding": 0.3},
-    {"optimizer": "paged-adamw-8bit", "parallel": "kind=fsdp,world_size=2"},
-    {"accumulation": 0},
-    {"attention": "flash_attention_2"},
-    {"head": "liger"},
-    {"checkpointing": "every-other"},
-    {"checkpointing": "offload"},
-    {"optimizer": "optimizer_in_bwd"},
-    {"padding": "packing"},
-    {"padding": "packed", "method": "flash-bk"},
-    {"padding": {"packed": True, "fraction": 0.5}, "method": "standard"},
-    {"model": {"hf": "tiny-bert", "task": "squad"}},
-    {"model": {"kind": "QRNN", "vocab_size": 40, "embedding": 6, "hidden": 5}},
-    {"model": {"kind": "GRU", "vocab_size": 40, "hidden": 5}},
-    {"model": {"hf": "tiny-llama", "task": "dpo"}},
-    {"model": {"hf": "tiny-bart", "task": "automatic-speech-recognition"}},
-    {"optimizer": "adamw_bnb_8bit"},
-    {"optimizer": "rmsprop"},
-    {"checkpointing": "unsloth"},
-    {"quantization": "load-in-4bit"},
-    {"padding": "group_by_length"},
-    {"group_by_length": True},
-    {"activation_offloading": True},
-    {"energy": True},
-    {"lengths": "64"},
-    {"lengths": {}},
-    {"lengths": {0: 1}},
-    {"lengths": "64=0"},
-    {"lengths": [[64, 1], [64, 2]]},
-    {"lengths": "64=1,512=1"},
-    {"lengths": "64=1", "seq_len": None, "accumulation": 2},
-    {"poisson": True, "execution": "graph", "device": "cuda"},
-    {"poisson": True, "parallel": "kind=ddp,world_size=2"},
-    {"empty_cache_every": 10},
-    {"poisson_sampling": True},
-    {"bucket_by_length": True},
-]
-
-
 def refusal_of(fields: dict[str, object]) -> str:
     model = "hf:tiny-llama" if fields.keys() & FINE_TUNING else "small"
     with pytest.raises(ValidationError) as caught:
@@ -227,36 +122,7 @@ def refusal_of(fields: dict[str, object]) -> str:
 
 
 def test_bad_input_is_one_sentence() -> None:
-    assert_sentences("spec/experiment", refusal_of, REFUSED)
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        "4,000MiB",
-        "79,1GiB",
-        "4-8GiB",
-        "100%",
-        "4GiB; rm -rf /",
-        "9" * 400,
-        10**400,
-        "8EiB",
-        4.5,
-        "4.5",
-        "4.5 B",
-    ],
-)
-def test_a_size_is_read_as_a_whole_or_refused(size: object) -> None:
-    with pytest.raises(ValidationError) as caught:
-        Experiment.model_validate(COMPLETE | {"memory_limit_bytes": size})
-
-    sentence = str(explain(caught.value, Experiment))
-    assert sentence.startswith("memory_limit_bytes: ")
-    assert sentence.endswith(
-        " is not allowed; it must be a number of bytes above 0 and below 8EiB, or one with a unit, "
-        "such as 4GiB"
-    )
-    assert len(sentence) < 250
+    assert_sentences("spec/experiment", refusal_of)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +142,13 @@ def test_a_size_has_the_bytes_that_its_unit_says(size: object, size_bytes: int) 
     assert experiment.memory_limit_bytes == size_bytes
 
 
-@pytest.mark.parametrize("key", ["batch_size", "timed_steps", "seed", "timeout_s"])
+@pytest.mark.parametrize(
+    "key", ["batch_size", "timed_steps", "seed", "timeout_s", "memory_limit_bytes"]
+)
 @pytest.mark.parametrize("value", ["4,000", "1-2", "100%", "9" * 400, 10**400, "1h", "0x10", ""])
-def test_a_count_and_a_duration_are_read_as_a_whole_or_refused(key: str, value: object) -> None:
+def test_a_count_a_duration_and_a_size_are_read_as_a_whole_or_refused(
+    key: str, value: object
+) -> None:
     with pytest.raises(ValidationError) as caught:
         Experiment.model_validate(COMPLETE | {key: value})
 
@@ -312,34 +182,10 @@ def test_an_edited_file_and_no_spec_at_all_are_refused(tmp_path, text, said) -> 
 
 SHORT = {"dtype": "float16", "parameters_dtype": "float16", "trained_dtype": "float16"}
 SHORT |= {"optimizer": "sgd"}
-CONTRADICTIONS = [
-    {"parameters_dtype": "float16"},
-    {"dtype": "bfloat16", "parameters_dtype": "float16"},
-    SHORT | {"parameters_dtype": "float32"},
-    SHORT | {"optimizer": "adamw"},
-    {"autocast": False},
-    {"autocast": False, "dtype": "float16"},
-    SHORT | {"autocast": False, "trained_dtype": "float32"},
-    SHORT | {"autocast": False, "parallel": "kind=fsdp,world_size=2"},
-    {"loss_scale": 2},
-    SHORT | {"loss_scale": 1000},
-    {"keep_logits": True, "head": "chunked"},
-    {"loop": "hf-trainer"},
-    {"loop": "hf-manuel"},
-    {"loop": "torchtune", "keep_logits": True},
-    {"loop": "torchtune", "head": "chunked"},
-    {"loop": "torchtune", "model": "opacus-cnn", "seq_len": None},
-    {"loss_dtype": "float16"},
-    {"keep_logits": "always"},
-    {"use_cache": True},
-    {"checkpointed_share": 0.5},
-    {"checkpointed_share": 0, "checkpointing": "reentrant"},
-    {"checkpointing": "every-2"},
-]
 
 
 def test_number_formats_that_contradict_each_other_are_refused() -> None:
-    assert_sentences("spec/formats", refusal_of, CONTRADICTIONS)
+    assert_sentences("spec/formats", refusal_of)
 
 
 def test_formats_change_the_id_and_their_defaults_do_not() -> None:

@@ -21,25 +21,6 @@ def test_one_epsilon_or_many() -> None:
     assert Privacy.model_validate(USUAL | {"epsilon": [8, "2"]}).epsilon == [8.0, 2.0]
 
 
-BAD = [
-    {"samples": 0},
-    {"samples": "1.5"},
-    {"tokens": 1.5},
-    {"tokens": "1e99"},
-    {"tokens": float("inf")},
-    {"tokens": True},
-    {"epsilon": 0},
-    {"epsilon": ["-1"]},
-    {"epsilon": []},
-    {"epsilon": "inf"},
-    {"delta": 0},
-    {"delta": 1},
-    {"batch_size": "2e6"},
-    {"price_per_hour": -1},
-    {"accountant": "gdp"},
-]
-
-
 def refusal_of(change: dict[str, object]) -> str:
     with pytest.raises(ValidationError) as error:
         Privacy.model_validate(USUAL | change)
@@ -48,7 +29,7 @@ def refusal_of(change: dict[str, object]) -> str:
 
 
 def test_bad_input_is_one_sentence() -> None:
-    assert_sentences("spec/privacy", refusal_of, BAD)
+    assert_sentences("spec/privacy", refusal_of)
 
 
 def test_tokens_must_fill_a_batch_or_the_least_steps() -> None:
