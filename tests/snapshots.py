@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from dpprof.private.errors import UnsupportedError
+
 TESTS = Path(__file__).parent
 
 
@@ -43,7 +45,7 @@ def refusals_of(
     """Return what tells the sentence by which a call with some keywords is refused."""
 
     def refuse(case: dict[str, Any]) -> str:
-        with pytest.raises(kinds or ValueError) as refused:
+        with pytest.raises(kinds or (ValueError, UnsupportedError)) as refused:
             call(**case)
         return str(refused.value)
 

@@ -237,6 +237,10 @@ def test_one_at_a_time_needs_three_estimates() -> None:
     assert found.reserved_bytes == pytest.approx(three.memory.peak_reserved_bytes + grown, rel=0.01)
 
 
+NF4 = {"model": "hf:tiny-llama", "method": "flash-bk", "quantization": "nf4"}
+NF4 |= {"lora": {"rank": 4, "target_modules": ["q_proj"]}}
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -247,6 +251,10 @@ def test_one_at_a_time_needs_three_estimates() -> None:
         (
             {"model": "small", "target": TARGET, "device": "cuda", "memory_limit_bytes": "100MiB"},
             r"small with standard needs \d+ MiB for one sample of 64",
+        ),
+        (
+            {**NF4, "device": "cuda", "target": "l4", "memory_limit_bytes": "4KiB", "seq_len": 8},
+            r"needs .* for one sample .* its parameters alone take .*, or take a larger card",
         ),
     ],
 )

@@ -118,19 +118,6 @@ def test_a_method_says_how_it_runs() -> None:
         set_up(experiment, method, torch.device("cpu"), _ignore)
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"execution": "graph"}, "execution graph requires device cuda, but device is cpu"),
-        ({"execution": "compiled", "parallel": "kind=ddp,world_size=2"}, "requires one process"),
-        ({"execution": "graphs"}, "Input should be 'eager', 'graph' or 'compiled'"),
-    ],
-)
-def test_bad_executions_are_refused(fields, why) -> None:
-    with pytest.raises(ValueError, match=why):
-        make_experiment(**fields)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["standard", "flash-bk", "flash", "per-layer"])
 def test_a_graph_on_a_gpu_trains_as_its_steps_do(method) -> None:

@@ -114,8 +114,3 @@ def test_a_method_or_an_architecture_that_cannot_have_it_is_unsupported(tmp_path
 
     with pytest.raises(UnsupportedError, match="head chunked knows no codegen; it knows bloom, "):
         estimate(experiment, _ignore)
-
-
-def test_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="head chunked requires one process"):
-        make_experiment(head="chunked", parallel="kind=ddp,world_size=2")

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from factory import make_experiment
+from snapshots import assert_sentences, refusals_of
 from torch.nn import functional
 
 from dpprof.predict.estimate import estimate
 from dpprof.predict.tracing import TimelineRecorder, record_cpu, record_timelines
-from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.methods.standard import Standard
 from dpprof.subjects.methods.training_step import Batch, Enter
 from dpprof.subjects.setup import import_method, set_up
@@ -141,22 +141,8 @@ def test_opacus_ghost_clipping_holds_no_logits_between_its_two_passes() -> None:
     assert 0 <= ghost - hooks < 8 * B * T
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        (
-            {**OWN, "method": "opacus-ghost", "loss": "sum-of-logits"},
-            "opacus-ghost does not run with loss sum-of-logits; it runs with cross-entropy",
-        ),
-        (
-            {**HF, "model": "hf:tiny-t5", "method": "flash-bk", "loop": "hf-trainer"},
-            "loss labels: .* computes the mean over a batch itself",
-        ),
-    ],
-)
-def test_a_loss_that_a_method_cannot_have_is_unsupported(fields, why) -> None:
-    with pytest.raises(UnsupportedError, match=why):
-        predict(**fields)
+def test_a_loss_that_a_method_cannot_have_is_unsupported() -> None:
+    assert_sentences("memory/losses", refusals_of(predict))
 
 
 def test_samples_of_labels_have_the_loss_of_their_logits() -> None:

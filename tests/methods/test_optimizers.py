@@ -1,9 +1,7 @@
 """Optimizers that PyTorch does not have compute what their sources define."""
 
-import pytest
 import torch
 from factory import make_experiment
-from pydantic import ValidationError
 from torch import nn
 from torch.optim import AdamW
 
@@ -68,16 +66,3 @@ def test_gradients_of_few_parameters_live_at_a_time() -> None:
 
     assert most("adamw-in-backward") == 4 * (64 * 256 + 256)  # of the widest layer
     assert most("adamw") > 3 * 12 * 64**2 * 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"method": "flash-bk"}, "requires method standard: a private gradient exists after"),
-        ({"parallel": "kind=ddp,world_size=2"}, "requires one process"),
-        ({"checkpointing": "reentrant"}, "none or non-reentrant"),
-    ],
-)
-def test_stepping_in_backward_is_refused_where_a_gradient_comes_later(fields, sentence) -> None:
-    with pytest.raises(ValidationError, match=sentence):
-        make_experiment(**{"method": "standard", "optimizer": "adamw-in-backward", **fields})

@@ -8,6 +8,7 @@ from quantized_models import bitsandbytes, make_qlora, quantized_layers
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from dpprof.predict.memory.fake_tensors import fake_tensors
 from dpprof.private.errors import UnsupportedError
 from dpprof.subjects.methods.losses import find_known_head
 from dpprof.subjects.models.blocks import find_blocks
@@ -155,3 +156,8 @@ def test_without_bitsandbytes_it_is_unsupported_in_a_sentence(monkeypatch) -> No
 
     assert "\n" not in str(refusal.value)
     assert import_bitsandbytes() is bitsandbytes
+
+
+def test_a_quantised_weight_is_not_trained() -> None:
+    with fake_tensors(), pytest.raises(UnsupportedError, match="asks for quantised weights, which"):
+        build_model(make_qlora("llama", "nf4", trainable="q_proj"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from snapshots import assert_sentences
 
 import learning
 import learning_plan
@@ -34,29 +35,21 @@ def test_the_sweep_has_every_task_library_and_epsilon_and_each_change_once() -> 
     assert "characters-dpprof-2-trained-all" not in by_name
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "said"),
-    [
-        (("seeds",), 1, "seeds: 1 is not allowed; .*2"),
-        (("tasks", "digits", "delta"), 2, "tasks.digits.delta: 2 is not allowed; .*1"),
-        (("libraries",), ["jax"], "libraries: 'jax' is not allowed; .*opacus"),
-        (("epsilons",), ["some"], "epsilons.*'some' is not allowed"),
-        (("changes", "settings", "momentum"), [2], "momentum"),
-    ],
-)
-def test_a_bad_sweep_is_refused_by_key_value_and_what_is_allowed(
-    path, value, said, tmp_path
-) -> None:
-    sweep = yaml.safe_load(SWEEP.read_text())
-    part = sweep
-    for key in path[:-1]:
-        part = part[key]
-    part[path[-1]] = value
+def test_a_bad_sweep_is_refused_by_key_value_and_what_is_allowed(tmp_path) -> None:
     file = tmp_path / "sweep.yaml"
-    file.write_text(yaml.safe_dump(sweep))
 
-    with pytest.raises(InputError, match=said):
-        learning_plan.read_sweep(file)
+    def refuse(case) -> str:
+        path, value = case
+        sweep = part = yaml.safe_load(SWEEP.read_text())
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = value
+        file.write_text(yaml.safe_dump(sweep))
+        with pytest.raises(InputError) as refused:
+            learning_plan.read_sweep(file)
+        return str(refused.value).replace(f"{tmp_path}/", "")
+
+    assert_sentences("perf/learning", refuse)
 
 
 SETTINGS = Settings(batch_size=128, steps=3, learning_rate=0.2, max_grad_norm=1.0, delta=1e-4)
