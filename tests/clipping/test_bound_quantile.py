@@ -184,27 +184,6 @@ def test_a_count_is_of_one_batch_whatever_became_of_those_before(lose) -> None:
     assert private.optimizer.max_grad_norm == pytest.approx(move(expected, before, 1, norms))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"bound_quantile": 1.0}, "bound_quantile must lie between 0 and 1, and is 1.0"),
-        ({"noise_multiplier": 0.7}, "needs an expected batch size above 7, ten times the noise mu"),
-        ({"clipping": "normalised"}, "does not work with clipping that is not flat"),
-        ({"secure_mode": True, "noise_generator": None}, "does not work with secure_mode"),
-        (
-            {"noise": "banded", "bands": 2, "folds": 2, "steps": 8},
-            "does not work with correlated noise",
-        ),
-    ],
-)
-def test_what_is_refused(options, said) -> None:
-    model = Model().double()
-    settings = {"bound_quantile": 0.5, "noise_multiplier": NOISE} | options
-
-    with pytest.raises(ValueError, match=said):
-        prepare(model, **settings)
-
-
 def test_an_accountant_that_reads_the_noise_of_the_sum_is_refused() -> None:
     model = Model().double()
     private = prepare(model, bound_quantile=0.5, noise_multiplier=NOISE)

@@ -336,12 +336,6 @@ def test_a_variable_that_the_function_names_is_read_anew(monkeypatch) -> None:
     assert assert_trains_as_a_loop(losses_of=scaled, after=after) > 2
 
 
-@pytest.mark.parametrize("execution", ["graph", None, "Auto"])
-def test_another_execution_is_refused(execution) -> None:
-    with pytest.raises(ValueError, match="execution must be one of auto, eager, and is"):
-        prepare(Model().double(), execution=execution)
-
-
 def test_arguments_beside_losses_are_refused() -> None:
     model, optimizer, loader = prepare(Model().double())
     x, y = next(iter(loader))

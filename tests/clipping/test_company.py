@@ -609,19 +609,6 @@ def test_steps_are_chosen_on_average_as_often_as_asked_and_only_at_their_first_p
     assert made.optimizer.clipping.check(partial(plain_losses, made.model), pad(texts(4)))
 
 
-@pytest.mark.parametrize("every", [0, -3, 1.5, True])
-def test_other_numbers_of_steps_are_refused(every) -> None:
-    with pytest.raises(ValueError, match="verify_every must be a whole number above 0"):
-        private(Text(), verify_every=every)
-
-
-def test_a_loss_is_needed_to_verify_again() -> None:
-    model, options = Text(), {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "check": False}
-    sgd = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="and no verify_every"):
-        make_private(model, sgd, DataLoader(texts()), **options, verify_every=3)
-
-
 def test_check_collates_samples_anew_where_they_are_given() -> None:
     model, samples = Text(POOLS["the mean over padding"]), choose(texts())
     clipping, losses = BookKeeping(model, 1.0), partial(plain_losses, model)

@@ -489,23 +489,6 @@ def test_a_run_that_goes_back_counts_what_is_seen_again(noise, counted, is_made_
             private.load_state_dict(state, exact=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"folds": 1}, r"3 bands need samples that take part .* that holds for 1 \(folds\)"),
-        ({"noise": "bisr", "folds": 1}, "3 bands need samples"),
-        ({"truncated_batch_size": 9}, "a sample may take another one's place"),
-        ({"noise": "pink"}, "noise must be one of independent, banded, bisr, and is 'pink'"),
-        ({"noise": "independent"}, "independent noise has one band, and bands is 3"),
-        ({"epochs": None}, "correlated noise need a length: give either epochs or steps"),
-        ({"bands": 1, "secure_mode": True, "noise_generator": None}, "secure_mode protects"),
-    ],
-)
-def test_one_call_refuses_noise_that_its_loader_does_not_allow(options, told) -> None:
-    with pytest.raises(ValueError, match=told):
-        prepare(**options)
-
-
 def test_the_loop_of_the_documentation_runs() -> None:
     class Data:
         def __getitem__(self, chosen):

@@ -87,19 +87,6 @@ def test_a_resumed_run_has_parts_of_the_same_size(monkeypatch) -> None:
     assert again.data_loader.max_batch_size == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"max_batch_size": "all"}, "max_batch_size must be a number or auto, and is 'all'"),
-        ({"max_batch_size": "auto", "losses_of": None, "check": False}, "give losses_of"),
-        ({"max_batch_size": 0}, "max_batch_size must be at least 1, and is 0"),
-    ],
-)
-def test_other_numbers_are_refused(options, told) -> None:
-    with pytest.raises(ValueError, match=told):
-        prepare(Model().double(), **options)
-
-
 def test_memory_of_a_gpu_is_asked_for_beside_what_is_held(monkeypatch) -> None:
     """1,000 bytes are free, 300 reserved; AdamW will need 16 for each of 50 parameters."""
     asked = {}

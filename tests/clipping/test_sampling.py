@@ -3,12 +3,14 @@
 import copy
 import math
 import os
+from functools import partial
 
 import pytest
 import torch
 from one_call import seeded
 from scipy.stats import binom
 from small_models import take_step
+from snapshots import assert_sentences, refusals_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -107,26 +109,9 @@ def test_a_limit_of_one_and_folds_of_one_sample_are_drawn_rightly(steps) -> None
     assert torch.equal(drawn, torch.eye(4, dtype=torch.bool))
 
 
-REFUSED = [
-    ({"folds": 9}, "8 samples are too few for folds=9 on ranks=1"),
-    ({"folds": 3}, "a fold has 2.66667 samples, fewer than the mean batch size, 4; give fewer"),
-    ({"folds": 0}, "folds must be a whole number, at least 1, and is 0"),
-    ({"folds": True}, "folds must be a whole number, at least 1, and is True"),
-    (
-        {"truncated_batch_size": 0},
-        "truncated_batch_size must be a whole number, at least 1, and is 0",
-    ),
-    ({"truncated_batch_size": 5, "ranks": 2}, "must be a multiple of 2, and is 5"),
-    ({"folds": 2, "samples": 8}, "epsilon follows from the number of samples, which is public"),
-    ({"truncated_batch_size": 4, "sample_rate": 0.5}, "leave out samples and sample_rate"),
-]
-
-
-@pytest.mark.parametrize(("options", "told"), REFUSED)
-def test_what_cannot_be_drawn_or_accounted_for_is_refused(options, told) -> None:
+def test_what_cannot_be_drawn_or_accounted_for_is_refused() -> None:
     loader = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=4, shuffle=True)
-    with pytest.raises(ValueError, match=told):
-        find_public_numbers(loader, **options)
+    assert_sentences("clipping/sampling", refusals_of(partial(find_public_numbers, loader)))
 
 
 def prepare(count: int = 12, size: int = 3, seed: int = 5, **options):

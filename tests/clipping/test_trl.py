@@ -10,6 +10,7 @@ from documents import TRAINERS, find_code
 from one_call import seeded
 from opacus.accountants import RDPAccountant
 from simulated_graphs import simulated_graphs
+from snapshots import assert_sentences, refusals_of
 
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
@@ -308,33 +309,15 @@ def test_a_trainer_whose_loss_is_another_one_is_refused(tmp_path) -> None:
         make(PrivateOwnLoss, tmp_path).train()
 
 
-REFUSED = [
-    (PrivateSFTTrainer, "packing", {"packing": True}),
-    (PrivateSFTTrainer, "padding_free", {"padding_free": True, "max_length": None}),
-    (PrivateSFTTrainer, "loss_type", {"loss_type": "dft"}),
-    (PrivateSFTTrainer, "activation_offloading", {"activation_offloading": True}),
-    (PrivateSFTTrainer, "shuffle_dataset", {"shuffle_dataset": True, "privacy": {"folds": 2}}),
-    (PrivateSFTTrainer, "shuffle_dataset", {"shuffle_dataset": True, "privacy": {"unit": "user"}}),
-    (PrivateSFTTrainer, "max_grad_norm", {"max_grad_norm": 0.5}),
-    (PrivateDPOTrainer, "loss_type", {"loss_type": "aot"}),
-    (PrivateDPOTrainer, "loss_type", {"loss_type": ["sigmoid", "sft"]}),
-    (PrivateDPOTrainer, "f_divergence_type", {"f_divergence_type": "forward_kl"}),
-    (PrivateDPOTrainer, "ld_alpha", {"ld_alpha": 0.5}),
-    (PrivateDPOTrainer, "use_weighting", {"use_weighting": True}),
-    (PrivateDPOTrainer, "sync_ref_model", {"sync_ref_model": True}),
-    (PrivateDPOTrainer, "label_smoothing_factor", {"label_smoothing_factor": 0.1}),
-    (PrivateDPOTrainer, "padding_free", {"padding_free": True}),
-]
-
-
-@pytest.mark.parametrize(("trainer", "name", "options"), REFUSED)
-def test_what_joins_samples_or_is_not_supported_is_refused_by_name(
-    trainer, name, options, tmp_path, monkeypatch
-) -> None:
+def test_what_joins_samples_or_is_not_supported_is_refused_by_name(tmp_path, monkeypatch) -> None:
     offloading = "trl.trainer.sft_trainer.get_act_offloading_ctx_manager"
     monkeypatch.setattr(offloading, lambda **_: nullcontext())  # it fails without a GPU
-    with pytest.raises(ValueError, match=f"{name} is not allowed in private training"):
-        make(trainer, tmp_path, **options)
+    trainers = {kind.__name__: kind for kind in (PrivateSFTTrainer, PrivateDPOTrainer)}
+
+    def refuse(case) -> str:
+        return refusals_of(partial(make, trainers[case[0]], tmp_path))(case[1])
+
+    assert_sentences("clipping/trl", refuse)
 
 
 def test_the_loss_of_a_router_is_refused(tmp_path) -> None:

@@ -14,6 +14,7 @@ from one_call import Model, load, prepare, seeded, train, weights
 from opacus.data_loader import DPDataLoader
 from scipy.stats import chi2
 from small_models import Composed, Small, default_dtype, draw, gradients, squares
+from snapshots import assert_sentences, refusals_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -360,30 +361,14 @@ def test_a_state_of_other_users_is_refused() -> None:
             prepare(Model().double(), **options | change).load_state_dict(state, exact=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"unit": "person"}, "unit must be one of sample, user, and is 'person'"),
-        ({"unit": "sample"}, "users and samples_of_user are of unit='user', and unit is 'sample'"),
-        ({"users": None}, "needs users, the id of each sample's user, and it is None"),
-        ({"users": IDS[1:]}, "users must have an id for each of 24 samples, and has 23"),
-        ({"users": [f"u{one}" for one in IDS]}, "users must be whole numbers, .* list of <U2"),
-        ({"users": [[one] for one in IDS]}, r"users must be whole numbers, .* \(24, 1\)"),
-        ({"users": [None, *IDS[1:]]}, "users must be whole numbers, .* of object"),
-        ({"samples_of_user": None}, "the most samples of a user in a step, .* is None"),
-        ({"samples_of_user": 0}, "a whole number of at least 1, and it is 0"),
-        ({"samples_of_user": True}, "at least 1, and it is True"),
-        ({"user_gradient": "max"}, "user_gradient must be one of mean, sum, and is 'max'"),
-        ({"samples_of_user": 5}, "set it to at least 5, or samples_of_user to at most 4"),
-        ({"max_batch_size": "auto"}, "max_batch_size must be a number, and is 'auto'"),
-        ({"users": [0] * 24, "folds": 2}, "1 users are too few for folds=2"),
-    ],
-)
-def test_what_is_no_user_is_refused_by_name(options, message) -> None:
-    model = Model().double()
-    with pytest.raises(ValueError, match=message):
-        prepare(model, **USERS | options)
-    assert train(prepare(model), model, 1) > 0  # nothing stays behind
+def test_what_is_no_user_is_refused_by_name() -> None:
+    def refuse(options) -> str:
+        model = Model().double()
+        said = refusals_of(functools.partial(prepare, model))(USERS | options)
+        assert train(prepare(model), model, 1) > 0  # nothing stays behind
+        return said
+
+    assert_sentences("clipping/users", refuse)
 
 
 def test_loaders_that_draw_otherwise_are_refused_by_name() -> None:
