@@ -75,6 +75,11 @@ def points_loss(model, x, y):
     return (model(x) - y).square().mean(1)
 
 
+def noisy_loss(model, x, y):
+    """Losses that draw numbers."""
+    return points_loss(model, x + torch.randn_like(x), y * torch.rand(()))
+
+
 def logits_of(model, ids_BT, mask_BT):
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # from each sample's own first token
     found = model(

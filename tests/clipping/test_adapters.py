@@ -123,6 +123,9 @@ SOME = {
     ),
     "LoHa": peft.LoHaConfig(task_type="CAUSAL_LM", **TWO),
     "HRA": peft.HRAConfig(task_type="CAUSAL_LM", **TWO),
+    "IA3, which scales": peft.IA3Config(task_type="CAUSAL_LM", **OPTIONS["IA3"]),
+    "VeRA": peft.VeraConfig(task_type="CAUSAL_LM", r=2),
+    "prompts": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
 
 

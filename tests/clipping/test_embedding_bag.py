@@ -63,27 +63,21 @@ def test_a_batch_without_bags_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "offsets", "what"),
+    ("given", "what"),
     [
-        (IDS[0], None, "one axis and its offsets"),
-        (IDS, torch.tensor([0, 1]), "takes no offsets"),
-        (IDS[0], torch.tensor([1, 2]), "must begin at 0"),
-        (IDS[0], torch.tensor([0, 3, 2]), "must begin at 0"),
-        (IDS[0], torch.tensor([0, 9]), "must begin at 0"),
+        ((IDS[0], None), "one axis and its offsets"),
+        ((IDS, torch.tensor([0, 1])), "takes no offsets"),
+        ((IDS[0], torch.tensor([1, 2])), "must begin at 0"),
+        ((IDS[0], torch.tensor([0, 3, 2])), "must begin at 0"),
+        ((IDS[0], torch.tensor([0, 9])), "must begin at 0"),
+        ((IDS, None, torch.ones(4, 4)), "need mode='sum'"),
     ],
 )
-def test_offsets_that_are_none_are_refused(ids, offsets, what) -> None:
+def test_offsets_that_are_none_and_weights_of_a_mean_are_refused(given, what) -> None:
     model = nn.EmbeddingBag(ROWS, D)
     BookKeeping(model, 1.0)
     with pytest.raises(ValueError, match=what):
-        model(ids, offsets)
-
-
-def test_weights_of_a_mean_are_refused() -> None:
-    model = nn.EmbeddingBag(ROWS, D)
-    BookKeeping(model, 1.0)
-    with pytest.raises(ValueError, match="need mode='sum'"):
-        model(IDS, per_sample_weights=torch.ones(4, 4))
+        model(*given)
 
 
 @pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq", "sparse"])

@@ -274,17 +274,19 @@ def test_a_norm_of_other_inputs_may_have_the_batch_second() -> None:
     assert checked.max_relative_error < 1e-5
 
 
-@pytest.mark.parametrize("change", [nn.Module.train, nn.Module.requires_grad_])
-def test_what_is_not_frozen_is_refused(change) -> None:
-    model = build()
+@pytest.mark.parametrize(
+    ("change", "options", "told"),
+    [
+        (nn.Module.train, {}, "mixes samples; use GroupNorm"),
+        (nn.Module.requires_grad_, {}, "mixes samples; use GroupNorm"),
+        (nn.Module.eval, {"track_running_stats": False}, "keeps no statistics"),
+    ],
+)
+def test_what_is_not_frozen_or_keeps_no_statistics_is_refused(change, options, told) -> None:
+    model = build(**options)
     change(model[1])
-    with pytest.raises(UnsupportedError, match="mixes samples; use GroupNorm"):
+    with pytest.raises(UnsupportedError, match=told):
         BookKeeping(model, 0.5)
-
-
-def test_a_norm_without_statistics_mixes_in_any_mode() -> None:
-    with pytest.raises(UnsupportedError, match="keeps no statistics"):
-        BookKeeping(build(track_running_stats=False), 0.5)
 
 
 def test_one_that_is_thawed_is_refused() -> None:

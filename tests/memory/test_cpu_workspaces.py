@@ -157,15 +157,10 @@ def products():
 
 
 @pytest.mark.parametrize("call", [*elementwise(), *products()], ids=lambda call: str(call[0]))
-def test_an_operator_copies_the_operands_that_are_counted(call) -> None:
+def test_an_operator_copies_the_operands_that_are_counted(one_thread, call) -> None:
     operator, args, options = call
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        peak = find_peak(partial(operator, *args, **options))
-        counted = sum(CPU_WORKSPACES[operator](*args, **options))
-    finally:
-        torch.set_num_threads(threads)
+    peak = find_peak(partial(operator, *args, **options))
+    counted = sum(CPU_WORKSPACES[operator](*args, **options))
     assert abs(peak - counted) <= SCALARS
 
 
@@ -196,3 +191,32 @@ def test_a_periodic_window_lacks_the_last_element_of_its_storage() -> None:
             with FakeTensorMode() as mode:
                 fake = FakeOperators(mode)(operator, args, {})
             assert layout(fake) == layout(real)
+
+
+CONVOLUTIONS = [
+    # images, channels, outputs, kernel, stride, height, groups
+    (8, 64, 64, 3, 1, 32, 1),
+    (8, 20, 24, 3, 1, 32, 1),
+    (8, 256, 256, 3, 1, 8, 1),
+    (8, 64, 128, 1, 1, 16, 1),
+    (2, 128, 128, 3, 1, 16, 8),
+]
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="layouts differ by processor"
+)
+@pytest.mark.parametrize("sizes", CONVOLUTIONS)
+def test_a_convolution_allocates_what_is_counted(one_thread, sizes) -> None:
+    images, channels, outputs, kernel, stride, side, groups = sizes
+    x = torch.randn(images, channels, side, side)
+    weight = torch.randn(outputs, channels // groups, kernel, kernel)
+    settings = [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], groups
+    gradient = torch.randn_like(aten.convolution(x, weight, None, *settings))
+    masks = [True, True, False], [False, True, False], [True, False, False]
+    calls = [(aten.convolution, (x, weight, None, *settings))]
+    calls += [
+        (aten.convolution_backward, (gradient, x, weight, [0], *settings, mask)) for mask in masks
+    ]
+    peaks = [find_peak(partial(operator, *args)) for operator, args in calls]
+    assert [sum(CPU_WORKSPACES[operator](*args)) for operator, args in calls] == peaks

@@ -2,10 +2,9 @@
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 from factory import make_experiment
 
 from dpprof.experiments.config.experiment import Experiment
@@ -14,7 +13,7 @@ from dpprof.experiments.records.result import Measurement
 from dpprof.measure.instruments import memory, phases
 from dpprof.predict.estimate import estimate
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 MODELS = {
     "ours": {"vocab_size": 1000, "d_model": 64, "layers": 3, "heads": 4},
@@ -53,15 +52,6 @@ EVERY += [
     for size in (2, 4)
     for name in ("nf4", "nf4-double")
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As each rank has: workspaces of kernels depend on it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def record(spec: str, instrument: Callable[..., Measurement] = memory.measure) -> Measurement:

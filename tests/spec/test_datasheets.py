@@ -1,10 +1,14 @@
 """Dense peaks computed again, from what white papers say of processors and clocks.
 
-Columns: multiprocessors, dense FLOPs in 16 bits that each does in a clock, added up in float32, and
-the boost clock of matrix products in MHz, which on Hopper is lower than the board's. Clocks: tables
-of the architecture white papers; for L40, L40S, L4 and smaller GeForce cards their data sheets; the
-B200's is in no vendor's document that could be found, and is that of hmc-tech.com/gpu/nvidia-b200.
+Columns of processors.csv: multiprocessors, dense FLOPs in 16 bits that each does in a clock, added
+up in float32, and the boost clock of matrix products in MHz, which on Hopper is lower than the
+board's. Clocks: tables of the architecture white papers; for L40, L40S, L4 and smaller GeForce
+cards their data sheets; the B200's is in no vendor's document that could be found, and is that of
+hmc-tech.com/gpu/nvidia-b200.
 """
+
+import csv
+from pathlib import Path
 
 import pytest
 
@@ -20,40 +24,8 @@ from dpprof.experiments.config.datasheets import (
     list_targets,
 )
 
-PROCESSORS = {
-    "NVIDIA H200": (132, 4096, 1830),
-    "NVIDIA H100 80GB HBM3": (132, 4096, 1830),
-    "NVIDIA H100 PCIe": (114, 4096, 1620),
-    "NVIDIA A100-SXM4-80GB": (108, 2048, 1410),
-    "NVIDIA A100 80GB PCIe": (108, 2048, 1410),
-    "NVIDIA A100-SXM4-40GB": (108, 2048, 1410),
-    "NVIDIA B200": (148, 8192, 1860),
-    "NVIDIA L40S": (142, 1024, 2520),
-    "NVIDIA L4": (58, 1024, 2040),
-    "NVIDIA GeForce RTX 4090": (128, 512, 2520),
-    "NVIDIA A10G": (80, 512, 1710),
-    "NVIDIA RTX A5000": (64, 1024, 1695),
-    "NVIDIA RTX A6000": (84, 1024, 1800),
-    "NVIDIA GeForce RTX 3090": (82, 512, 1695),
-    "NVIDIA GeForce RTX 5090": (170, 512, 2407),
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (188, 1024, 2617),
-    "NVIDIA GH200 480GB": (132, 4096, 1830),
-    "NVIDIA A100-PCIE-40GB": (108, 2048, 1410),
-    "NVIDIA L40": (142, 512, 2490),
-    "NVIDIA GeForce RTX 4060": (24, 512, 2460),
-    "NVIDIA GeForce RTX 4070": (46, 512, 2475),
-    "NVIDIA GeForce RTX 4070 SUPER": (56, 512, 2475),
-    "NVIDIA GeForce RTX 4070 Ti": (60, 512, 2610),
-    "NVIDIA GeForce RTX 4070 Ti SUPER": (66, 512, 2610),
-    "NVIDIA GeForce RTX 4080": (76, 512, 2505),
-    "NVIDIA GeForce RTX 4080 SUPER": (80, 512, 2550),
-    "NVIDIA GeForce RTX 5070": (48, 512, 2512),
-    "NVIDIA GeForce RTX 5070 Ti": (70, 512, 2452),
-    "NVIDIA GeForce RTX 5080": (84, 512, 2617),
-    "Tesla T4": (40, 1024, 1590),
-    "Tesla V100-SXM2-16GB": (80, 1024, 1530),
-    "Tesla V100-SXM2-32GB": (80, 1024, 1530),
-}
+with Path(__file__).with_name("processors.csv").open(encoding="utf-8") as file:
+    PROCESSORS = {name: tuple(map(int, numbers)) for name, *numbers in [*csv.reader(file)][1:]}
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

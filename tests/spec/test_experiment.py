@@ -5,7 +5,7 @@ import re
 import pytest
 from factory import make_experiment
 from pydantic import ValidationError
-from snapshots import assert_sentences
+from snapshots import assert_reviewed, assert_sentences
 
 from dpprof.experiments.config.experiment import Experiment, read_spec
 from dpprof.experiments.config.validation import InputError, explain
@@ -31,34 +31,8 @@ COMPLETE = {
     "timeout_s": 900.0,
     "memory_limit_bytes": None,
 }
-ELSE_DEFAULT = {
-    "wait_for_idle_gpu_s": 0.0,
-    "busy_gpu": "run",
-    "noise_strategy": "independent",
-    "accumulation": 1,
-    "decoder_len": None,
-    "lengths": None,
-    "poisson": False,
-    "empty_cache_every": None,
-    "lora": None,
-    "trainable": None,
-    "padding": None,
-    "parameters_dtype": "float32",
-    "trained_dtype": "float32",
-    "autocast": True,
-    "loss_scale": 1.0,
-    "loop": "dpprof",
-    "loss": "cross-entropy",
-    "loss_dtype": "float32",
-    "keep_logits": False,
-    "use_cache": False,
-    "checkpointed_share": 1.0,
-    "parallel": None,
-    "execution": "eager",
-    "head": "logits",
-    "image_size": None,
-    "quantization": None,
-}
+
+
 FINE_TUNING = {"lora", "trainable", "padding", "parameters_dtype"}
 
 
@@ -71,12 +45,13 @@ def test_a_copy_with_another_field_has_another_id() -> None:
 
 
 def test_id_is_a_readable_stem_and_the_digest_of_the_canonical_json() -> None:
-    text = json.dumps(COMPLETE | ELSE_DEFAULT, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-
     experiment = Experiment.model_validate(COMPLETE)
+    spec = json.loads(experiment.canonical)
+    digest = hashlib.sha256(experiment.canonical.encode()).hexdigest()
 
-    assert experiment.canonical == text
+    assert_reviewed("spec/canonical", json.dumps(spec, indent=4, sort_keys=True) + "\n")
+    assert experiment.canonical == json.dumps(spec, sort_keys=True, separators=(",", ":"))
+    assert COMPLETE.items() <= spec.items()
     assert experiment.digest == digest
     assert experiment.id == f"small-opacus-ghost-b8-t1024-{digest[:8]}"
 

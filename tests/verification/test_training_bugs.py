@@ -16,6 +16,7 @@ from private_loops import (
     build_mlp,
     check_by_hand,
     logits_of,
+    noisy_loss,
     points,
     points_loss,
     token_loss,
@@ -41,29 +42,32 @@ def is_found(message, setup, batch=None, **others) -> None:
         setup.check(batch, **others)
 
 
+LOOPS = {
+    "clips the sum": "gradient of the batch is clipped as a whole, and not that of each",
+    "bound": r"samples are clipped to a bound of 1, and the noise is for one of 0\.5",
+    "no noise": r"3\.weight gets no noise",
+    "noise": r"the noise has a standard deviation of 0\.0\d+, and noise multiplier",
+    "seed": r"0\.weight gets the same noise in every step",
+    "divided twice": "is divided twice by the expected batch size, 5",
+    "clears nothing": "a second step adds to the gradients of the first; clear them in each",
+    "dropped": r"0\.bias: the optimizer is given no gradient, and it is trained",
+    "steps twice": "one step on a batch steps the optimizer 2 times, and an accountant",
+    "forgets to step": "the step did not step the optimizer",
+    "thaws": r"0\.weight is frozen, and a step changes it",
+}
+
+
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("clips the sum", "gradient of the batch is clipped as a whole, and not that of each"),
-        ("bound", r"samples are clipped to a bound of 1, and the noise is for one of 0\.5"),
-        ("no noise", r"3\.weight gets no noise"),
-        ("noise", r"the noise has a standard deviation of 0\.0\d+, and noise multiplier"),
-        ("seed", r"0\.weight gets the same noise in every step"),
-        ("dropped", r"0\.bias: the optimizer is given no gradient, and it is trained"),
-        ("divided twice", "is divided twice by the expected batch size, 5"),
-        ("clears nothing", "a second step adds to the gradients of the first; clear them in each"),
-        ("steps twice", "one step on a batch steps the optimizer 2 times, and an accountant"),
-        ("forgets to step", "the step did not step the optimizer"),
-        ("thaws", r"0\.weight is frozen, and a step changes it"),
-    ],
+    ("wrong", "loss"),
+    [(one, points_loss) for one in LOOPS] + [(one, noisy_loss) for one in [*LOOPS][:7]],
 )
-def test_wrong_loops_by_hand_are_found(wrong, message) -> None:
+def test_wrong_loops_by_hand_are_found(wrong, loss) -> None:
     model = build_mlp()
     model[0] = nn.Linear(5, 700)  # so many elements that the noise's scale is known
     model[3] = nn.Linear(700, 3)
     model[0].weight.requires_grad_(wrong != "thaws")
-    with pytest.raises(WrongTrainingError, match=message):
-        check_by_hand(model, wrong=wrong)
+    with pytest.raises(WrongTrainingError, match=LOOPS[wrong]):
+        check_by_hand(model, loss, wrong)
 
 
 def test_half_the_noise_is_found_in_a_small_model() -> None:

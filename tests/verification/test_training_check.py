@@ -19,6 +19,7 @@ from private_loops import (
     build_llama,
     build_mlp,
     check_by_hand,
+    noisy_loss,
     points,
     points_loss,
     token_loss,
@@ -126,15 +127,16 @@ def test_padding_is_given_where_there_is_no_mask() -> None:
     assert "padding changes nothing" in found.checked
 
 
-def test_a_step_that_splits_its_batch_passes() -> None:
-    setup = with_hooks(build_mlp(), points_loss)
+@pytest.mark.parametrize("loss", [points_loss, noisy_loss])
+def test_a_step_that_splits_its_batch_passes(loss) -> None:
+    setup = with_hooks(build_mlp(), loss)
 
     def step(x, y):
         for at in range(0, B, 2):
             if at + 2 < B:
                 setup.private.signal_skip_step()
             setup.private.zero_grad()
-            points_loss(setup.model, x[at : at + 2], y[at : at + 2]).mean().backward()
+            loss(setup.model, x[at : at + 2], y[at : at + 2]).mean().backward()
             setup.private.step()
 
     assert setup.check(step=step).max_relative_error < 1e-4

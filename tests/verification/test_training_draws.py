@@ -5,7 +5,15 @@ import random
 import numpy as np
 import pytest
 import torch
-from private_loops import WAYS, ByHand, build_mlp, check_by_hand, points_loss, with_hooks
+from private_loops import (
+    WAYS,
+    ByHand,
+    build_mlp,
+    check_by_hand,
+    noisy_loss,
+    points_loss,
+    with_hooks,
+)
 from products import one_in
 from torch import nn
 from torch.distributions import Beta, Normal
@@ -216,10 +224,6 @@ def test_noise_that_is_drawn_again_in_backward_is_found() -> None:
         )
 
 
-def noisy_loss(model, x, y):
-    return points_loss(model, x + torch.randn_like(x), y * torch.rand(()))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_loops_of_every_way_pass_and_a_wrong_scale_is_found(way) -> None:
     found = WAYS[way](build_mlp(), noisy_loss).check()
@@ -245,39 +249,6 @@ def test_loops_by_hand_may_draw_sample_by_sample() -> None:
         found = check_by_hand(model, noisy_loss)
         assert found.max_relative_error < 1e-4
         assert "an empty batch contributes nothing" in found.checked
-
-
-def test_loops_by_hand_may_draw_part_by_part() -> None:
-    setup = with_hooks(build_mlp(), noisy_loss)
-
-    def step(x, y):
-        for at in (0, 2):
-            if not at:
-                setup.private.signal_skip_step()
-            setup.private.zero_grad()
-            noisy_loss(setup.model, x[at : at + 2], y[at : at + 2]).mean().backward()
-            setup.private.step()
-
-    assert setup.check(step=step).max_relative_error < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("clips the sum", "gradient of the batch is clipped as a whole"),
-        ("bound", "samples are clipped to a bound of 1"),
-        ("no noise", "gets no noise"),
-        ("noise", "the noise has a standard deviation of"),
-        ("seed", r"0\.weight gets the same noise in every step"),
-        ("divided twice", "is divided twice by the expected batch size"),
-        ("clears nothing", "a second step adds to the gradients of the first"),
-    ],
-)
-def test_wrong_loops_by_hand_with_losses_that_draw_are_found(wrong, message) -> None:
-    model = build_mlp()
-    model[0], model[3] = nn.Linear(5, 700), nn.Linear(700, 3)
-    with pytest.raises(WrongTrainingError, match=message):
-        check_by_hand(model, noisy_loss, wrong)
 
 
 def test_loops_by_hand_that_draw_in_another_order_are_refused() -> None:
