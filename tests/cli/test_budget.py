@@ -15,7 +15,7 @@ from factory import (
     write_synthetic,
 )
 from scripts import ASKED, HERE, call
-from snapshots import assert_sentences
+from snapshots import assert_reviewed, assert_sentences
 
 from dpprof.ask.budget_text import detail_budget, explain_choice, format_budget
 from dpprof.experiments.accounting.noise import plan_noise
@@ -123,46 +123,10 @@ def make(tmp_path, noise=None, **step):
     return make_budget(results, {}, PRIVACY, noise or make_noise(8.0))
 
 
-def test_people_see_hours_by_method_on_a_screen(tmp_path) -> None:
-    lines = format_budget(make(tmp_path)).splitlines()
-
-    assert lines[0] == (
-        "Use flash-bk: 183 GPU hours (167 to 202 at 90 %), price 366.67, float32, adamw, eager."
-    )
-    assert lines[1].startswith("custom, 8 tokens, on h200, (8, 1e-06)-DP: 100 steps")
-    assert lines[1].endswith(" of 64 samples (8 at a time), noise 0.500.")
-    assert [" ".join(line.split()) for line in lines[3:6]] == [
-        "method micro-batch GPU hours 90 % interval price x standard",
-        "flash-bk\N{DAGGER} 8 x 8 183 167 to 202 366.67 2.00",
-        "standard\N{DAGGER} 8 x 8 91.7 83.3 to 101 183.33 1.00",
-    ]
-    assert lines[6] == (
-        "epsilon 2: 717 GPU hours, price 1,433.33, with batches of 256; or the same batch with "
-        "noise 1.000"
-    )
-
-
-def test_the_details_have_noise_over_batches_and_every_epsilon(tmp_path) -> None:
-    lines = detail_budget(make(tmp_path)).splitlines()
-
-    assert lines[2].split("  ") == [
-        *("batch", "sample rate", "steps", "noise multiplier", "of a step", "of the training")
-    ]
-    assert [line.split() for line in lines[3:6]] == [
-        ["32", "0.00032", "200", "0.420", "0.0131", "0.000929"],
-        ["64", "*", "0.00064", "100", "0.500", "0.00781", "0.000781"],
-        ["128", "0.00128", "50", "0.595", "0.00465", "0.000657"],
-    ]
-    # 64 samples take 8 times 800 s and 200 s, 100 times, which are 183 hours, at 2 an hour.
-    assert [" ".join(line.split()) for line in lines[7:10]] == [
-        "flash-bk\N{DAGGER} 8 64 0.500 8 x 8 183 167 to 202 366.67 128 2.00",
-        "flash-bk\N{DAGGER} 2 256 2.000 32 x 8 717 652 to 788 1,433.33 502 7.82",
-        "standard\N{DAGGER} none 64 none 8 x 8 91.7 83.3 to 101 183.33 64.2 1.00",
-    ]
-    assert lines[6].split() == [
-        *("method", "epsilon", "batch", "noise", "micro-batch", "GPU", "hours"),
-        *("90", "%", "interval", "price", "kWh", "x", "standard"),
-    ]
+def test_a_screen_and_its_details_read_as_they_were_reviewed(tmp_path) -> None:
+    """64 samples take 8 times 800 s and 200 s, 100 times, which are 183 hours, at 2 an hour."""
+    budget = make(tmp_path)
+    assert_reviewed("cli/hours", f"{format_budget(budget)}\n\n{detail_budget(budget)}\n")
 
 
 def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None:

@@ -1,7 +1,10 @@
 """What is said of capacities and of a privacy budget is what their tables say."""
 
 import pandas as pd
+import pytest
+from snapshots import assert_reviewed
 
+from dpprof.results.report.rendering.document import Table
 from dpprof.results.report.sections.memory import tell_budget, tell_capacity
 
 OPTION = {"model": "1b", "seq_len": 1024, "dtype": "float32", "target": "h200"}
@@ -33,63 +36,34 @@ def noise() -> pd.DataFrame:
     return pd.DataFrame([NOISE | row for row in rows])
 
 
-def table(told) -> list[dict[str, str]]:
-    return [dict(zip(told.header, row, strict=True)) for row in told.rows]
+OPTIONS = [
+    OPTION | {"method": "a", "verdict": "first"},
+    OPTION | {"method": "b", "verdict": "slower", "limited_by": "search"},
+    OPTION | without(OPTION, "dtype", "budget_bytes") | {"method": "e", "verdict": "does not fit"},
+]
+BROKEN = without(COST, "epsilon", "batch_size", "noise_multiplier") | {"message": "it broke"}
+COSTS = [
+    COST | {"method": "flash-bk"},
+    COST | BROKEN | {"method": "flash"},
+    COST | {"method": "standard", "epsilon": None, "noise_multiplier": None},
+]
+WHY = {"method": None, "message": "no noise is known: it took too long"}
+TOLD = {
+    "capacities": lambda: tell_capacity(pd.DataFrame(OPTIONS)),
+    "costs": lambda: tell_budget(noise(), pd.DataFrame(COSTS)),
+    "a price": lambda: tell_budget(
+        noise(), pd.DataFrame([COST | {"method": "flash", "price": 432.1}])
+    ),
+    "no noise": lambda: tell_budget(noise().iloc[:0], pd.DataFrame([dict.fromkeys(COST) | WHY])),
+}
 
 
-def test_the_table_of_capacities_has_a_row_an_option() -> None:
-    options = [
-        OPTION | {"method": "a", "verdict": "first"},
-        OPTION | {"method": "b", "verdict": "slower", "limited_by": "search"},
-        OPTION
-        | without(OPTION, "dtype", "budget_bytes")
-        | {"method": "e", "verdict": "does not fit"},
-    ]
-    [told] = tell_capacity(pd.DataFrame(options))
-    first, second, third = table(told)
+@pytest.mark.parametrize("name", TOLD)
+def test_capacities_noise_hours_and_what_needs_care_read_as_they_were_reviewed(name) -> None:
+    lines = []
+    for block in TOLD[name]():
+        if isinstance(block, Table):
+            lines += [" | ".join(row) for row in (block.header, *block.rows)]
+        lines += [*getattr(block, "items", ()), getattr(block, "caption", ""), ""]
 
-    assert first["largest batch"] == "21"
-    assert first["its peak (GiB)"] == "130.0"
-    assert first["tokens/s"] == "5,731"
-    assert first["90 % interval"] == "5,000 to 6,500"
-    assert second["largest batch"] == "21+"
-    assert third == third | {"method": "e", "largest batch": "-", "safe batch": "-"}
-    assert "h200 139.0 GiB" in told.caption
-
-
-def test_noise_then_hours_then_what_needs_care() -> None:
-    broken = without(COST, "epsilon", "batch_size", "noise_multiplier") | {"message": "it broke"}
-    budget = [
-        COST | {"method": "flash-bk"},
-        COST | broken | {"method": "flash"},
-        COST | {"method": "standard", "epsilon": None, "noise_multiplier": None},
-    ]
-    noises, hours, care = tell_budget(noise(), pd.DataFrame(budget))
-
-    assert [row["used"] for row in table(noises)] == ["", "yes"]
-    assert table(noises)[1]["of the training"] == "10.0"
-    assert table(noises)[0]["noise multiplier"] == "-"
-    assert "(8, 1e-07)-differential privacy asks for, by the accountant prv" in noises.caption
-    assert "which are 1.95 times the data" in noises.caption
-    first, broken, plain = table(hours)
-    assert first["GPU hours"] == "123"
-    assert first["90 % interval"] == "100 to 150"
-    assert first["micro-batches"] == "54 x 19"
-    assert (broken["GPU hours"], broken["90 % interval"]) == ("-", "-")
-    assert (plain["epsilon"], plain["noise multiplier"]) == ("none", "-")
-    assert "price" not in hours.header
-    assert care.items == ("flash: it broke.",)
-
-
-def test_a_price_has_its_column() -> None:
-    budget = pd.DataFrame([COST | {"method": "flash", "price": 432.1}])
-
-    assert table(tell_budget(noise(), budget)[1])[0]["price"] == "432"
-
-
-def test_hours_that_nobody_could_tell_have_their_reason() -> None:
-    why = {"method": None, "message": "no noise is known: it took too long"}
-    budget = pd.DataFrame([dict.fromkeys(COST) | why])
-    [care] = tell_budget(noise().iloc[:0], budget)
-
-    assert care.items == ("no noise is known: it took too long.",)
+    assert_reviewed(f"report/told - {name}", "\n".join(lines))
