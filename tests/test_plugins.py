@@ -124,43 +124,6 @@ def test_the_example_refuses_a_model_whose_buffers_mix_samples(example) -> None:
         example(nn.BatchNorm1d(3), make_experiment())
 
 
-BROKEN = {
-    "broken.py": """
-from torch import nn
-from dpprof.private.errors import UnsupportedError
-
-class NoStep:
-    pass
-
-def build_nothing(experiment):
-    return {"a": "dict"}
-
-def build_without_embedding(experiment):
-    return nn.Linear(2, 2)
-
-size = 3
-""",
-    "asks.py": "import a_library_that_is_not_here",
-    "picky.py": "from dpprof.private import UnsupportedError as No\nraise No('no luck')",
-    "broken-2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n",
-    "broken-2.0.dist-info/entry_points.txt": """
-[dpprof.methods]
-no-module = nowhere.method:Method
-no-attribute = broken:Missing
-no-step = broken:NoStep
-no-library = asks:Method
-picky = picky:Method
-
-[dpprof.models]
-no-module = nowhere:build
-no-model = broken:build_nothing
-no-function = broken:size
-no-embedding = broken:build_without_embedding
-
-[dpprof.targets]
-no-target = broken:size
-""",
-}
 CASES = [
     *(f"method={name}" for name in ("no-module", "no-attribute", "no-step", "no-library", "picky")),
     *(f"model={name}" for name in ("no-module", "no-model", "no-function", "no-embedding")),
@@ -168,16 +131,7 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def broken(tmp_path) -> Path:
-    for name, text in BROKEN.items():
-        path = tmp_path / "broken" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path / "broken"
-
-
-def test_what_is_broken_is_planned_without_torch_and_told_in_one_sentence(broken) -> None:
+def test_what_is_broken_is_planned_without_torch_and_told_in_one_sentence() -> None:
     code = """
 import json, sys, tempfile
 from factory import make_experiment
@@ -199,7 +153,9 @@ for case, experiment in experiments.items():
     told[case] = report.outcome, report.error.kind, report.error.message
 print("TOLD", json.dumps(told))
 """
-    said = run_fresh(code, *CASES, plugin=broken).splitlines()[-1]
+    said = run_fresh(code, *CASES, plugin=Path(__file__).parent / "plugin" / "broken").splitlines()[
+        -1
+    ]
     told = json.loads(said.removeprefix("TOLD "))
 
     assert_sentences("plugin/broken", lambda case: told[case][-1], CASES)

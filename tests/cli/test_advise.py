@@ -160,21 +160,6 @@ def test_rows_read_as_they_were_reviewed(name) -> None:
     assert_reviewed(f"cli/{name}", format_winners(WINNERS[name]) + "\n")
 
 
-def test_what_a_head_without_logits_brings_is_said() -> None:
-    found = [
-        make(option("flash-bk", "first", 6)),
-        make(option("flash-bk", "first", 12), head="kept"),
-        make(option("flash-bk", "first", 9), head="chunked"),
-        make(option("flash-bk", "first", 6), seq_len=128),
-        make(option("flash-bk", "does not fit"), head="kept", seq_len=128),
-    ]
-
-    [line] = compare_ways(found)
-    assert line == (
-        "bfloat16 64: head kept takes 12 samples for 6 with logits, at 2.00 times the speed."
-    )
-
-
 @pytest.mark.parametrize(("of_logits", "sure"), [(4.0, ""), (2.02, ": no difference is predicted")])
 def test_the_speed_that_a_head_brings_has_an_interval(of_logits, sure) -> None:
     logits, kept = (make_parts({"gemm": seconds}) for seconds in (of_logits, 2.0))
@@ -188,22 +173,27 @@ def test_the_speed_that_a_head_brings_has_an_interval(of_logits, sure) -> None:
     assert line.endswith(f"speed (90 % interval {ratio.low:.2f} to {ratio.high:.2f}{sure}).")
 
 
-def test_what_checkpointing_and_a_graph_bring_is_said() -> None:
+def ways() -> list[Advice]:
+    """Where a head without logits, checkpointing and a graph bring twice the batch, or nothing."""
     none, non_reentrant = (
         option("flash", "first", batch, checkpointing=way)
         for batch, way in ((6, "none"), (12, "non-reentrant"))
     )
-    by_execution = [
-        make(option("flash", "first", size, execution=name), execution=name)
-        for size, name in ((3, "eager"), (6, "graph"))
+    return [
+        make(option("flash-bk", "first", 6)),
+        make(option("flash-bk", "first", 12), head="kept"),
+        make(option("flash-bk", "first", 9), head="chunked"),
+        make(option("flash-bk", "first", 6), seq_len=128),
+        make(option("flash-bk", "does not fit"), head="kept", seq_len=128),
+        make(non_reentrant, without_checkpointing=none, seq_len=256),
+        make(none, without_checkpointing=none, seq_len=512),
+        make(option("flash", "first", 3, execution="eager"), execution="eager", seq_len=1024),
+        make(option("flash", "first", 6, execution="graph"), execution="graph", seq_len=1024),
     ]
 
-    said = "bfloat16 64: {} takes {} samples for {} with {}, at 2.00 times the speed."
-    assert compare_ways([make(non_reentrant, without_checkpointing=none)]) == [
-        said.format("checkpointing non-reentrant", 12, 6, "none")
-    ]
-    assert compare_ways([make(none, without_checkpointing=none)]) == []
-    assert compare_ways(by_execution) == [said.format("execution graph", 6, 3, "eager")]
+
+def test_what_a_head_checkpointing_and_a_graph_bring_reads_as_it_was_reviewed() -> None:
+    assert_reviewed("cli/ways", "\n".join(compare_ways(ways())) + "\n")
 
 
 @pytest.mark.parametrize("given", [["best"], ["logits", "chunked", "kept"]])

@@ -1,9 +1,11 @@
 """Hugging Face models under fake tensors: as many parameters as published, and the real masks."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from factory import make_experiment
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
@@ -18,24 +20,9 @@ from dpprof.subjects.setup import set_up
 
 aten = torch.ops.aten
 
-PUBLISHED = {
-    "gpt2": 124_439_808,
-    "smollm2-135m": 134_515_008,
-    "gpt2-xl": 1_557_611_200,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.1-8b": 8_030_261_248,
-    "qwen2.5-0.5b": 494_032_768,
-    "llama-3.2-3b": 3_212_749_824,
-    "llama-3.1-70b": 70_553_706_496,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen2.5-32b": 32_763_876_352,
-    "qwen2.5-7b": 7_615_616_512,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "gemma-2-2b": 2_614_341_888,
-    "pythia-1b": 1_011_781_632,
-}
-"""Parameters by model, shared ones once, as the models' pages on the hub count them."""
+
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published_parameters.yaml").read_text())
+"""Parameters by model."""
 
 QUICK = ("gpt2", "smollm2-135m")
 
