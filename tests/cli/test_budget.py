@@ -151,19 +151,11 @@ def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None
 
 
 def test_the_choice_of_the_batch_is_explained() -> None:
-    noise = make_noise(8.0)
-    few = PRIVACY.model_copy(update={"least_steps": 50})
-    larger = describe_noise(Schedule(100_000, 128, 50), 0.6, None)
+    noise, larger = make_noise(8.0), describe_noise(Schedule(100_000, 128, 50), 0.6, None)
+    noisier = noise.model_copy(update={"batches": [*noise.batches[:2], larger]})
 
-    assert "largest power of two that leaves at least 100 steps" in explain_choice(
-        PRIVACY.model_copy(update={"least_steps": 100}), noise
-    )
-    assert "takes at most 5 % off the noise" in explain_choice(
-        few, noise.model_copy(update={"batches": [*noise.batches[:2], larger]})
-    )
-    assert explain_choice(PRIVACY.model_copy(update={"samples": 100}), noise).endswith(
-        "it is the largest power of two that the data allow."
-    )
-    assert explain_choice(PRIVACY.model_copy(update={"batch_size": 64}), noise) == (
-        "A batch of 64 samples is used, in 100 steps: it was given."
-    )
+    def explain(case) -> str:
+        asked = PRIVACY.model_copy(update=case)
+        return explain_choice(asked, noisier if case == {"least_steps": 50} else noise)
+
+    assert_sentences("cli/choices", explain)

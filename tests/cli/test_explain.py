@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from factory import make_experiment, make_held, write_synthetic
+from snapshots import assert_reviewed
 
 from dpprof.ask.estimate import estimate
 from dpprof.ask.explain import main
@@ -48,14 +49,14 @@ def refused(capsys, *arguments) -> str:
     return sentence
 
 
-def test_the_sentence_comes_first_and_bars_follow(a, b, capsys) -> None:
-    lines = told(capsys, a, b).splitlines()
+@pytest.mark.parametrize("depth", ["component", "layer", "operator"])
+def test_the_sentence_comes_first_and_bars_to_the_innermost_level_follow(
+    depth, a, b, capsys
+) -> None:
+    said = told(capsys, a, b, "--depth", depth)
 
-    assert lines[0] == (
-        "flash needs 300 bytes more than standard: 300 bytes of it is noise, in head."
-    )
-    assert [line.split()[0] for line in lines[3:7]] == ["800", "+300", "+300", "1,100"]
-    assert lines[-1] == "Equal in both: parameters (800 bytes)."
+    assert said == told(capsys, a, b) or depth != "layer"  # as it is by default
+    assert_reviewed(f"cli/explained by {depth}", said.replace(f"{a.parent}/", ""))
 
 
 def test_a_run_that_keeps_its_logits_says_so_and_what_to_write(b, tmp_path, capsys) -> None:
@@ -66,16 +67,6 @@ def test_a_run_that_keeps_its_logits_says_so_and_what_to_write(b, tmp_path, caps
 
     assert last.startswith("flash")
     assert last.endswith("loss = model(...).loss frees them.")
-
-
-def test_depth_is_the_innermost_level(a, b, capsys) -> None:
-    components = told(capsys, a, b, "--depth", "component")
-    operators = told(capsys, a, b, "--depth", "operator")
-
-    assert "mm (forward)" not in told(capsys, a, b)
-    assert components.count("+300 bytes") == 1
-    assert operators.count("+300 bytes") == 3
-    assert "mm (forward)" in operators
 
 
 def test_json_is_exact_and_has_every_level_and_both_timelines(a, b, capsys) -> None:

@@ -4,7 +4,7 @@ import pytest
 from differences import make_difference
 from snapshots import assert_reviewed, assert_sentences
 
-from dpprof.ask.difference_text import Detail, list_rows, render_text, say
+from dpprof.ask.difference_text import Detail, render_text, say
 
 MIB = 2**20
 WEIGHTS = ("parameters", "head", "empty", 100 * MIB)
@@ -51,48 +51,29 @@ A = [WEIGHTS, *SAMPLES, ("noise", None, "normal", 10 * MIB)]
 B = [WEIGHTS, ("gradients", "head", "mm", 50 * MIB)]
 
 
-def test_text_leads_from_one_peak_to_the_other() -> None:
-    """A column of the bars is a 24th of what lies between 150 and 690 MiB."""
-    difference = make_difference(A, B, names=("flash", "plain"))
-
-    assert_reviewed("report/difference", render_text(difference, Detail("layer", 1)) + "\n")
-
-
-def test_a_single_layer_beyond_the_top_has_its_own_line() -> None:
-    names = [row.name for row in list_rows(make_difference(A, B), Detail("layer", 2))]
-
-    assert names[:4] == ["per-sample gradients", "head", "embedding", "norm"]
-
-
-def test_blocks_have_a_line_together_or_each_their_own() -> None:
-    held = [("noise", f"blocks.{n}.mlp", "normal", 1 + n) for n in range(3)]
-    difference = make_difference(held, [])
-    together = list_rows(difference, Detail())
-    each = list_rows(difference, Detail(every_layer=True))
-
-    assert [(row.name, row.a_bytes) for row in together[1:]] == [("blocks.*.mlp (3 layers)", 6)]
-    assert [row.name for row in each[1:]] == ["blocks.2.mlp", "blocks.1.mlp", "blocks.0.mlp"]
+BLOCKS = [("noise", f"blocks.{n}.mlp", "normal", 1 + n) for n in range(3)]
+DEEPER = (
+    [("noise", "head", "normal", 8), ("inputs", "x", "clone", 1)],
+    [("noise", "head", "zeros", 8)],
+)
+TEXTS = {
+    "difference": (A, B, Detail("layer", 1)),
+    "two layers and one beyond": (A, B, Detail("layer", 2)),
+    "blocks together": (BLOCKS, [], Detail()),
+    "blocks, each": (BLOCKS, [], Detail(every_layer=True)),
+    "no difference of layers": (*DEEPER, Detail("layer")),
+    "a difference of operators": (*DEEPER, Detail("operator")),
+    "no difference": ([WEIGHTS], [WEIGHTS], Detail()),
+}
 
 
-def test_what_differs_only_deeper_has_no_line() -> None:
-    a = [("noise", "head", "normal", 8), ("inputs", "x", "clone", 1)]
-    difference = make_difference(a, [("noise", "head", "zeros", 8)])
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_leads_from_one_peak_to_the_other(name) -> None:
+    """Of "difference", a column of the bars is a 24th of what lies between 150 and 690 MiB."""
+    a, b, detail = TEXTS[name]
+    difference = make_difference(a, b, names=("flash", "plain"))
 
-    assert [row.name for row in list_rows(difference, Detail("layer"))] == ["inputs", "x"]
-    assert "Equal in both: noise (8 bytes)." in render_text(difference, Detail("layer"))
-    assert [row.name for row in list_rows(difference, Detail("operator"))][3:] == [
-        "noise",
-        "head",
-        "normal (backward)",
-        "zeros (backward)",
-    ]
-
-
-def test_equal_runs_have_peaks_and_no_bars() -> None:
-    text = render_text(make_difference([WEIGHTS], [WEIGHTS]), Detail())
-
-    assert text.count("104,857,600") == 2
-    assert "█" not in text
+    assert_reviewed(f"report/{name}", render_text(difference, detail) + "\n")
 
 
 @pytest.mark.parametrize(
