@@ -87,7 +87,13 @@ def test_two_real_estimates_of_the_same_code_exit_with_0_and_all_is_the_same(
 OTHER = make_experiment(method="flash", timed_steps=20)
 ONE_FLOP_MORE = make_memory(SIZES)
 ONE_FLOP_MORE["io"]["by_phase_and_op_kind"][0]["flops"] += 1
+A_NEW_KIND = make_memory(SIZES)
+A_NEW_KIND["io"]["by_phase_and_op_kind"].append(
+    A_NEW_KIND["io"]["by_phase_and_op_kind"][0]
+    | {"op_kind": "einsum", "flops": 1, "read": 0, "written": 0}
+)
 DIFFERENCES = {
+    "compare - a new op kind": ({"recorded": A_NEW_KIND}, [], 1),
     "compare - more of one component": ({"sizes": SIZES | {"noise": 102}}, [], 1),
     "compare - more FLOPs of one kind": ({"recorded": ONE_FLOP_MORE}, ["--metrics", "flops"], 1),
     "compare - less memory": ({"sizes": SIZES | {"noise": 50}}, [], 0),
@@ -104,19 +110,6 @@ def test_what_differs_is_named(folders, tmp_path, capsys, name) -> None:
 
     assert code == status
     assert_reviewed(f"cli/{name}", said.replace(f"{tmp_path}/", ""))
-
-
-def test_an_op_kind_that_is_new_counts_from_0(folders, capsys) -> None:
-    told = make_memory(SIZES)
-    work = told["io"]["by_phase_and_op_kind"]
-    work.append(work[0] | {"op_kind": "einsum", "flops": 1, "read": 0, "written": 0})
-    write_estimate(folders[1], recorded=told)
-    found = gate_json(capsys, *folders)
-
-    (figure,) = found["figures"]
-    assert (figure["baseline"], figure["candidate"], figure["ratio"]) == (0, 1, None)
-    assert (figure["figure"], figure["part"], figure["phase"]) == ("FLOPs", "einsum", "forward")
-    assert found["exit_status"] == 1
 
 
 def test_what_is_on_one_side_alone_is_listed_and_fails_nothing(folders, capsys) -> None:
