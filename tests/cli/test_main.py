@@ -90,7 +90,7 @@ def test_an_estimate_is_told_and_kept(capsys, tmp_path, monkeypatch) -> None:
     found = json.loads(path.read_text())
     peak = found["memory"]["peak_allocated_bytes"]
     assert said.startswith("flash-bk, 3 x 4 tokens, bfloat16, adamw-fused, CUDA graph\n")
-    assert f"peak    {peak / 2**30:.2f} GiB allocated, in " in said
+    assert f"peak    {peak / 2**20:.2f} MiB allocated, in " in said
     assert f"{found['compute']['dp_flop_multiplier']:.2f} times what the model needs" in said
     step = found["time"]["predicted_step_s"]
     assert 0 < step["low"] < step["median"] < step["high"]

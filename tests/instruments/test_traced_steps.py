@@ -130,7 +130,7 @@ def test_a_gpu_that_is_not_traced_has_no_kernel_times(monkeypatch, tmp_path) -> 
     """The trace is a CPU's: of a GPU's work, too, the host is all that it shows without CUPTI."""
     monkeypatch.setenv(TRACES, str(tmp_path))
     as_if = partial(state_kernels, on_cuda=True)
-    monkeypatch.setattr(kernels_module, "state_kernels", lambda trace, of, **_: as_if(trace, of))
+    monkeypatch.setattr(kernels_module, "state_kernels", lambda trace, **_: as_if(trace))
     measured = measure(make_experiment(), lambda _: None)
 
     assert measured.kernels is None

@@ -127,3 +127,8 @@ def test_a_name_on_the_hub_fetches_its_config_alone(folder, monkeypatch) -> None
 
     assert make_experiment(model="hf:owner/Some-Model").model_name == "hf-some-model"
     assert asked == [("owner/Some-Model", "config.json")]
+
+
+def test_a_config_is_named_by_its_architecture_where_nothing_else_names_it() -> None:
+    assert resolve(TINY) == {"hf": "llama", **TINY}
+    assert resolve(TINY | {"hf": "own"}) == {"hf": "own", **TINY}

@@ -5,7 +5,6 @@ what it declares. Only this comes before it loads a ``--configfile``.
 """
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -105,9 +104,13 @@ def parse_config_text(text: str) -> Any:
 
 def _parse(text: str) -> Any:
     if text.lstrip().startswith("{"):
-        # A mapping in YAML may begin the same way.
-        with contextlib.suppress(json.JSONDecodeError):
+        try:
             value = json.loads(text, object_pairs_hook=_mapping_of)
+        except InputError:
+            raise
+        except ValueError:  # not JSON; a mapping in YAML may begin the same way
+            pass
+        else:
             _measure_json(value)
             return value
     _measure_text(text)

@@ -37,7 +37,7 @@ _SAME_IN_16_BITS = 2.0**-5
 _not_mapped: weakref.WeakSet[type] = weakref.WeakSet()  # that ``torch.func`` cannot map
 
 _cut: weakref.WeakKeyDictionary[nn.Module, dict[Any, set[int]]] = weakref.WeakKeyDictionary()
-"""Which tensors that a layer got had entries of each sample, by what it got, once that is known."""
+"""Which tensors that a layer got had entries of each sample, by what it got, once that is sure."""
 
 _ODD, _SHIFT = 2 * secrets.randbits(61) + 1, secrets.randbits(61)
 """What the vector of ``project`` follows from: no output can be made to hide from it."""
@@ -142,9 +142,9 @@ class Rerun:
             UnsupportedError: None runs, or several fit whose gradients differ.
         """
         layer: Any = self._call.layer
-        known = _cut.setdefault(layer, {})
+        settled = _cut.setdefault(layer, {})
         kind = (*self._needed, *(x.shape[:1] == (1,) for x in self._inputs))
-        ways = sorted(self._ways_to_cut(), key=lambda cut: cut != known.get(kind))
+        ways = sorted(self._ways_to_cut(), key=lambda cut: cut != settled.get(kind))
         fitting: list[tuple[set[int], Gradients]] = []
         first: Gradients | None = None
         problem: Exception | None = None
@@ -158,17 +158,17 @@ class Rerun:
                 continue
             is_fake = isinstance(gradients.changed_B, FakeTensor)
             if len(ways) == 1 and not is_fake:
-                known[kind] = cut
+                settled[kind] = cut
             if len(ways) == 1 or self._samples == 1 or is_fake:
                 return gradients
             if gradients.changed_B.any():
                 first = first or gradients
-            elif cut == known.get(kind):
+            elif cut == settled.get(kind):
                 return gradients
             else:
                 fitting.append((cut, gradients))
         if fitting:
-            return self._decide(fitting, known, kind)
+            return self._decide(fitting, settled, kind)
         if first is not None:
             return first  # its change is refused
         assert problem is not None
@@ -178,20 +178,20 @@ class Rerun:
         ) from None
 
     def _decide(
-        self, fitting: Sequence[tuple[set[int], Gradients]], known: dict[Any, set[int]], kind: Any
+        self, fitting: Sequence[tuple[set[int], Gradients]], settled: dict[Any, set[int]], kind: Any
     ) -> Gradients:
         """Return the gradients of the only way that fits, or of several that agree."""
         (cut, gradients), *others = fitting
         if not others:
-            known[kind] = cut
+            settled[kind] = cut
         for _, other in others:
-            for own, found in zip(
+            for own, again in zip(
                 (*gradients.of_parameters, *gradients.of_inputs),
                 (*other.of_parameters, *other.of_inputs),
                 strict=True,
             ):
                 limit = _SAME.get(own.dtype.to_real(), _SAME_IN_16_BITS)
-                parts = (part.nan_to_num(0.0, 0.0, 0.0) for part in (own, own - found))
+                parts = (part.nan_to_num(0.0, 0.0, 0.0) for part in (own, own - again))
                 size, moved = map(torch.linalg.vector_norm, parts)
                 if moved > limit * size:
                     raise UnsupportedError(
