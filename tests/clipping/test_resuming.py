@@ -181,8 +181,8 @@ REFUSED = {
         "made with number of ranks 2, and this one with 1;",
     ),
     "elements spread otherwise over ranks": (
-        lambda s: s["privacy"]["made_with"].update({"noise spread over": "[8, 2]"}),
-        r"made with noise spread over '\[8, 2\]', and this one with '';",
+        lambda s: s["privacy"]["made_with"].update({"sums reduced together": "[8, 2]"}),
+        r"made with sums reduced together '\[8, 2\]', and this one with '';",
     ),
     "no secrets": (lambda s: s["privacy"].pop("secrets"), "has no secrets, so its noise"),
     "a generator's noise": (

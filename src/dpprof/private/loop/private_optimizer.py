@@ -11,7 +11,7 @@ from dpprof.private.accounting.budget import Spent, training_of
 from dpprof.private.engine.engine import Clipping
 from dpprof.private.loop.captured_parts import CapturedParts, Part, ToClip
 from dpprof.private.loop.joined_optimizers import JoinedOptimizers
-from dpprof.private.noise.inner_optimizers import refuse_optimizer
+from dpprof.private.noise.inner_optimizers import refuse_optimizer, refuse_other_parameters
 from dpprof.private.noise.optimizer import NoisyOptimizer
 from dpprof.private.noise.quantile import QuantileBound
 from dpprof.private.noise.schedules import NOISY
@@ -69,7 +69,7 @@ class PrivateOptimizer(NoisyOptimizer):
     ) -> None:
         self.users = users
         refuse_optimizer(optimizer)
-        _refuse_other_parameters(optimizer, clipping)
+        refuse_other_parameters(optimizer, clipping)
         if bound_quantile is not None:
             _refuse_fixed_bound(clipping, settings)
             self.quantile = QuantileBound(bound_quantile, settings["expected_batch_size"])
@@ -398,20 +398,3 @@ def _refuse_fixed_bound(clipping: Clipping, settings: Mapping[str, Any]) -> None
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(f"bound_quantile does not work with {name}; leave out one of them")
-
-
-def _refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
-        if parameter.requires_grad and not clipping.clips(parameter):
-            raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model "
-                "does not train; make the optimizer last, once the model is as it is trained"
-            )
-    there = set(parameters)
-    for parameter in clipping.parameters:
-        if parameter not in there:
-            raise ValueError(
-                f"{clipping.name_of(parameter)} is trained, and the optimizer does not have it; "
-                "add it to that, or to one of several, or freeze it"
-            )

@@ -25,7 +25,7 @@ from dpprof.private.loop.private_optimizer import PrivateOptimizer
 from dpprof.private.loop.private_training import METHODS
 from dpprof.private.loop.public_numbers import find_public_numbers
 from dpprof.private.loop.second_moment import correct_second_moment
-from dpprof.private.loop.secret_files import refuse_published
+from dpprof.private.loop.secret_files import note_steps, refuse_published
 from dpprof.private.loop.trainer_arguments import (
     PrivacyArguments,
     refuse_arguments,
@@ -203,15 +203,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             loss_scale=privacy.loss_scale or 1.0,
             public_buffers=privacy.public_buffers,
         )
-        has_own_loss = super().compute_loss.__func__ is not Trainer.compute_loss
-        if self.losses_of is None and (privacy.head == "logits" or has_own_loss):
-            self._verify_losses()
-            for module in self.model.modules() if self._is_sharded else ():
-                if hasattr(module, "reshard"):
-                    module.reshard()  # the outermost one stays gathered after forward
-        elif privacy.check and self.losses_of is not None and self._ranks.size == 1:
-            self._check_losses()
-        self._compare_samples()
+        self._verify_before()
         self.optimizer = PrivateOptimizer(
             inner,
             self._clipping,
@@ -238,6 +230,18 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
         generator = None if self._draws_anew else privacy.sampling_generator
         seed_secretly(make_generator(generator, self._ranks.rank))
         return self.optimizer
+
+    def _verify_before(self) -> None:
+        """Verify losses, and samples alone and in company, before anything is trained."""
+        has_own_loss = super().compute_loss.__func__ is not Trainer.compute_loss
+        if self.losses_of is None and (self.privacy.head == "logits" or has_own_loss):
+            self._verify_losses()
+            for module in self.model.modules() if self._is_sharded else ():
+                if hasattr(module, "reshard"):
+                    module.reshard()  # the outermost one stays gathered after forward
+        elif self.privacy.check and self.losses_of is not None and self._ranks.size == 1:
+            self._check_losses()
+        self._compare_samples()
 
     def _find_noise(self) -> float:
         privacy = self.privacy
@@ -270,7 +274,7 @@ class PrivateTrainerMixin(PrivateLosses, PrivateLogs, PrivateCheckpoints):
             with self._logging_quietly():
                 done = super().train(resume_from_checkpoint, *inputs, **named)
             self._remove_secrets()
-            self._note_steps()
+            note_steps(self.args, self._run, self.state.global_step)
             if self.privacy.log_private:
                 return done
             self._leave_out_private(done.metrics)

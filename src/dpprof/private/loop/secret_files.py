@@ -100,10 +100,14 @@ def find_checkpoints(output_dir: str | Path) -> list[Path]:
     return sorted(Path(output_dir).glob("checkpoint-*"))
 
 
-def note_steps(output_dir: str | Path, run: str, steps: int) -> None:
-    """Note how many steps of a run were saved, maybe published, whatever is removed later."""
-    path = Path(output_dir, _STEPS)
-    path.write_text(json.dumps(_read_steps(path) | {run: steps}))
+def note_steps(args: Any, run: str, steps: int) -> None:
+    """Note how many steps of a run were saved, maybe published, whatever is removed later.
+
+    ``args`` are transformers' ``TrainingArguments``; a run without a name saved nothing.
+    """
+    if args.should_save and run:
+        path = Path(args.output_dir, _STEPS)
+        path.write_text(json.dumps(_read_steps(path) | {run: steps}))
 
 
 def refuse_saved_steps(checkpoint: str | Path, run: str, step: int) -> None:

@@ -32,12 +32,7 @@ class PrivateCheckpoints(PrivateBase):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self._remove_secrets()
-        self._note_steps()
-
-    def _note_steps(self) -> None:
-        """Note that the model of so many steps can be published."""
-        if self.args.should_save and self._run:
-            note_steps(self.args.output_dir, self._run, self.state.global_step)
+        note_steps(self.args, self._run, self.state.global_step)
 
     def _remove_secrets(self) -> None:
         """Remove the secrets of checkpoints that were there before, and were removed since."""

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from dpprof.private.engine.engine import Clipping
 from dpprof.private.noise.schedules import NOISY
 
 _METHODS = {
@@ -88,3 +89,21 @@ def _needs_closure(optimizer: Optimizer) -> bool:
         if isinstance(node, ast.Assert)
         or (isinstance(node, ast.If) and any(isinstance(line, ast.Raise) for line in node.body))
     )
+
+
+def refuse_other_parameters(optimizer: Optimizer, clipping: Clipping) -> None:
+    """Refuse an optimizer of other parameters than a clipping clips (``ValueError``)."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if parameter.requires_grad and not clipping.clips(parameter):
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model "
+                "does not train; make the optimizer last, once the model is as it is trained"
+            )
+    there = set(parameters)
+    for parameter in clipping.parameters:
+        if parameter not in there:
+            raise ValueError(
+                f"{clipping.name_of(parameter)} is trained, and the optimizer does not have it; "
+                "add it to that, or to one of several, or freeze it"
+            )

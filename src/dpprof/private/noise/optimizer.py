@@ -168,7 +168,7 @@ class NoisyOptimizer(Optimizer):
         self._drawn_by = {
             "rank": ranks.rank,
             "number of ranks": ranks.size,
-            "noise spread over": ranks.placement,
+            "sums reduced together": ranks.grouping,
         }
         self._made_with["noise"] = "independent" if strategy is None else strategy.describe()
         self._batches_before = clipping.batches

@@ -100,12 +100,7 @@ class Ranks:
 
     @property
     def grouping(self) -> str:
-        """Say which sums a step reduces together, beyond what shards say."""
-        return ""
-
-    @property
-    def placement(self) -> str:
-        """Say which rank adds noise to which elements, in which order, but for the rank itself."""
+        """Say which sums a step reduces together, by which elements get noise from which rank."""
         return ""
 
     def agree(self, settings: Settings) -> None:
@@ -274,11 +269,6 @@ class Replicas(Ranks):
     def grouping(self) -> str:
         """Say how large buckets are."""
         return " ".join(map(str, self._bucket_limits))
-
-    @property
-    def placement(self) -> str:
-        """Say how the elements of a bucket are spread."""
-        return f"buckets of {self.grouping} bytes"
 
     def release_sums(
         self, sums: dict[nn.Parameter, Tensor], add_noise: AddNoise, *, joins: bool = True

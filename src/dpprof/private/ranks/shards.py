@@ -224,7 +224,7 @@ class Shards(Ranks):
                 yield parameter, _as_shard(parameter, part)
 
     @property
-    def placement(self) -> str:
+    def grouping(self) -> str:
         """Say how many ranks have shards, and what travels together where shards have replicas."""
         sizes = [distributed.get_world_size(group) for group in self.groups]
         together = list(self._group_of.values()) if len(sizes) > 1 else ""

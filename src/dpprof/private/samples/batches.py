@@ -152,12 +152,6 @@ def _has_records(value: Any) -> bool:
     return any(_parts_of(entry) and not isinstance(entry, list | tuple) for entry in value)
 
 
-def _are_alike(value: Any) -> bool:
-    """Tell whether a list has mappings or objects with the same parts, as samples have."""
-    kinds = {(type(entry), *_parts_of(entry)) for entry in value}
-    return _has_records(value) and len(kinds) == 1
-
-
 def _is_split(value: Any, samples: int, path: str) -> bool:
     """Tell whether a leaf has an entry for each sample; ``ValueError`` if that is ambiguous."""
     if isinstance(value, PackedSequence):
@@ -167,7 +161,8 @@ def _is_split(value: Any, samples: int, path: str) -> bool:
     if not _is_list(value) or len(value) != samples or path == "batch":
         return False
     fits = [size == samples for entry in value for size in find_sizes(entry)]
-    if not any(fits) or (_has_records(value) and not all(fits)) or _are_alike(value):
+    kinds = {(type(entry), *_parts_of(entry)) for entry in value}  # samples have the same parts
+    if not any(fits) or (_has_records(value) and not (all(fits) and len(kinds) > 1)):
         return True
     raise ValueError(
         f"{path} has {samples} entries that are as long as the batch of {samples} samples, and may "

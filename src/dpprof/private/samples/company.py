@@ -230,7 +230,9 @@ class Company:
         if (allowed_B > _HIDDEN * losses_B.abs()).all() and losses_B.any():
             self.unchecked.append(_COARSE)
         alone_B = self._run_alone(gather, batch, losses_B, allowed_B, is_cut=is_cut)
-        if is_cut and not self._has_one_length(batch):
+        last = self.gather([self.count - 1]) if is_cut and self.collates else None
+        # ``collate_fn`` may pad to one length, whatever samples there are.
+        if is_cut and (last is None or shapes_of(last, 1) != shapes_of(batch, self.count)):
             self._compare_lengths(gather, alone_B, allowed_B)
         orders = [range(self.count)[::-1], range(0, self.count, 2), range(1, self.count, 2)]
         for order in (list(places) for places in orders if len(places) > 1):
@@ -347,13 +349,6 @@ class Company:
         if not agree(losses, losses_B[[place]], allowed_B[[place]]).all():
             return _MIXED
         return _COLLATED if shapes_of(cut, 1) == shapes_of(alone, 1) else _LENGTH
-
-    def _has_one_length(self, batch: Any) -> bool:
-        """Tell whether ``collate_fn`` pads to one length, whatever samples there are."""
-        if not self.collates:
-            return False
-        alone = self.gather([self.count - 1])
-        return shapes_of(alone, 1) == shapes_of(batch, self.count)
 
     def _compare_lengths(
         self, gather: Callable[[Sequence[int]], Any], alone_B: Tensor, allowed_B: Tensor
