@@ -24,15 +24,24 @@ _CLOSEST: Mapping[tuple[str, str], str] = {
     ("head", "liger|unsloth|fused|cut"): "chunked, which has no logits of all tokens either",
     ("loss", "liger|unsloth|fused|cut"): "head chunked, which has no logits of all tokens either",
     ("attention", "flash|xformers|flex"): "sdpa, by which PyTorch takes its own flash attention",
-    ("parallel", "fsdp1|zero|deepspeed"): "fsdp, PyTorch's FSDP2, without buffers of whole groups",
+    ("parallel", "fsdp1|yafsdp|zero|deepspeed"): "fsdp, PyTorch's FSDP2, without buffers of whole "
+    "groups",
     ("padding", "pack"): "packed",
     ("padding", "length|bucket|longest"): "lengths, with the share of batches of each",
     ("task", "qa|span|squad"): "question-answering",
     ("task", "dpo|grpo|kto|orpo|ppo|reward|preference"): "causal-lm, where a pair is two samples, "
     "without a reference's weights",
+    ("loss", "dpo|grpo|kto|orpo|ppo|reward|preference"): "cross-entropy, where a pair is two "
+    "samples, without a reference's weights",
+    ("task", "choice"): "sequence-classification, where a choice is a sample",
+    ("loop", "trl|sft|axolotl|unsloth"): "hf-trainer, of which it is a subclass",
+    ("loop", "accelerate|lightning|fabric"): "hf-manual, a loop over a Hugging Face model",
     ("task", "speech|audio"): "seq2seq-lm, of a model of text with the same sizes",
     ("lora", "dora"): "use_dora=true, beside rank",
+    ("lora", "prefix|prompt|p_tuning|vera"): "ia3, which trains a few vectors too",
     ("optimizer", "galore"): "adafactor or adamw-8bit, whose states are small too",
+    ("optimizer", "shampoo|soap|sophia"): "adamw, with two states for each element; theirs may be "
+    "more",
     ("optimizer", "paged"): "paged-adamw-8bit or paged-adamw-32bit",
     ("optimizer", "lion"): "lion-8bit, bitsandbytes' own",
     ("optimizer", "rmsprop|adagrad|muon|nesterov"): "sgd-momentum, with one state for each "
