@@ -98,6 +98,20 @@ def test_an_estimate_is_told_and_kept(capsys, tmp_path, monkeypatch) -> None:
     assert f"at least {found['compute']['roofline_step_s'] * 1e3:,.1f} ms by the roof" in said
 
 
+@pytest.mark.parametrize(
+    ("limit", "begins"), [("1MiB", "memory  out of memory of"), (None, "peak")]
+)
+def test_a_step_that_does_not_fit_says_so_first(
+    limit, begins, capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
+    given = ["--model", model, "--method", "flash-bk", "--batch-size=3", "--seq-len=4"]
+    given += [] if limit is None else [f"--memory-limit-bytes={limit}"]
+    main(["estimate", *given, "--target=h100", "--device=cuda"])
+    assert capsys.readouterr().out.splitlines()[1].startswith(begins)
+
+
 def test_an_estimate_that_cannot_be_made_says_why(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--dtype=tf32"]

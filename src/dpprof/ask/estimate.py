@@ -182,6 +182,9 @@ def _format_peak(memory: Memory, experiment: Experiment) -> list[str]:
     if memory.allocator is not None and experiment.image_size is None:
         low, high = (in_units * math.exp(sign * _PEAK_WITHIN) for sign in (-1, 1))
         lines[0] += f" (90 % interval of this loop {low:.2f} to {high:.2f})"
+    if memory.allocator is not None and memory.allocator.fits is False:
+        limit = (memory.allocator.limit_bytes or 0) / _GIB
+        lines.insert(0, f"memory  out of memory of {limit:.2f} GiB: a request finds no room")
     owned = sorted(peak.components.items(), key=lambda part: part[1], reverse=True)
     lines += [
         f"        {size / unit:8.2f} {letters}  {name.replace('_', ' ')}"
@@ -254,12 +257,11 @@ def _format_allocator(allocator: Allocator) -> list[str]:
     reserved, expandable = allocator.reserved_bytes, allocator.expandable_reserved_bytes
     otherwise = f"{expandable / _GIB:.2f} with expandable_segments:True"
     lines = [f"        {reserved / _GIB:.2f} GiB reserved by the caching allocator; {otherwise}"]
-    if allocator.limit_bytes is not None and reserved > allocator.limit_bytes:
-        limit = f"of {allocator.limit_bytes / _GIB:.2f} GiB"
+    limit = allocator.limit_bytes
+    if allocator.fits and limit is not None and reserved > limit:
         lines.append(
-            f"        it fits {limit}, and releases its cache {allocator.retries} times a step"
-            if allocator.fits
-            else f"        out of memory {limit}: the allocator finds no room for a request"
+            f"        it fits {limit / _GIB:.2f} GiB, and releases its cache {allocator.retries} "
+            "times a step"
         )
     return lines
 
