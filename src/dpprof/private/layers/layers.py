@@ -100,6 +100,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
+        # First: a checkpoint computes it again while no gradient of the input is there yet.
+        x = ctx.saved_tensors[0] if ctx.needs_input_grad[1] else None
         input_gradient = None
         may_repeat = not g.is_complex()
         if ctx.needs_input_grad[0] and torch.is_grad_enabled() and may_repeat:
@@ -109,8 +111,7 @@ class _Linear(torch.autograd.Function):
             input_gradient = g @ (matrix.t() if ctx.transposed else matrix)
         g_BTp = _flatten(g)
         contributions: list[tuple[nn.Parameter, Contribution]] = []
-        if ctx.needs_input_grad[1]:
-            (x,) = ctx.saved_tensors
+        if x is not None:
             product = _multiply_samples(_flatten(x.detach()), g_BTp, transposed=ctx.transposed)
             contributions.append((ctx.weight, product))
         if ctx.needs_input_grad[2]:
